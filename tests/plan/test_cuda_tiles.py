@@ -92,6 +92,16 @@ def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
         assert made.shared_bytes <= H200.shared_bytes
 
 
+@pytest.mark.parametrize(("dim", "heads", "of_one"), [(128, 16, 2), (64, 32, 4)])
+def test_heads_of_causal_documents_go_together(dim, heads, of_one):
+    """In L2 are keys of a document; of a row without documents as many heads as fit."""
+    shapes = Shapes(1, 32768, 32768, 32, 32, dim, dim)
+    causal = dataclasses.replace(PLAIN, window=(None, 0))
+    documents = dataclasses.replace(causal, terms=("query_segments", "key_value_segments"))
+    assert plan("forward", documents, shapes).tiling.l2_heads == heads
+    assert plan("forward", causal, shapes).tiling.l2_heads == of_one
+
+
 @pytest.mark.parametrize(
     ("sizes", "counted"),
     [

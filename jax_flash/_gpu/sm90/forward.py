@@ -489,12 +489,12 @@ def _cuts_units(problem: Problem, shapes: Shapes) -> bool:
 
 
 def _l2_heads(shapes: Shapes, problem: Problem) -> int:
-    """Counts the query heads whose keys and values fit in L2 together."""
-    bytes_per_head = (
-        (4 if is_highest(problem) else 2)
-        * known(shapes.kv_len, 4096)
-        * (shapes.head_dim + shapes.value_dim)
-    )
+    """Counts the query heads whose keys and values in use fit in L2 together."""
+    keys = known(shapes.kv_len, 4096)
+    if _cuts_units(problem, shapes):  # of a document: heads side by side end together, 2 to 5 %
+        keys = min(keys, 4096)
+    element = 4 if is_highest(problem) else 2
+    bytes_per_head = element * keys * (shapes.head_dim + shapes.value_dim)
     fitting = max(1, L2_SHARE // bytes_per_head)
     kv_heads = min(fitting, known(shapes.batch, fitting) * known(shapes.kv_heads, fitting))
     return kv_heads * group_size(shapes)
