@@ -154,6 +154,11 @@ BACKENDS = (
 )
 
 
+needs_module = pytest.mark.skipif(
+    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+)
+
+
 def with_backends(values: Sequence[Any], xla: Callable[[Any], bool]) -> list[Any]:
     """For parametrize of "backend" and a value: XLA, which compiles each anew, gets some alone."""
     return [

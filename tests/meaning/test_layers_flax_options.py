@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _gpu, _native, attention
+from jax_flash import _gpu, attention
 from jax_flash.layers import nnx as flash_nnx
 
+from ..conftest import needs_module
 from ..small import numpy_normal as normal
 from .flax_layers import (
     BATCH,
@@ -136,7 +137,7 @@ def test_a_window_in_decoding_with_the_written_length(api):
         np.testing.assert_allclose(placed, windowed, atol=2e-6)
 
 
-@pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
+@needs_module
 @pytest.mark.parametrize(
     "options",
     [

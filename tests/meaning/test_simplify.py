@@ -15,21 +15,18 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _gpu, _native, _simplify, context_parallel, masks, scores
+from jax_flash import _gpu, _simplify, context_parallel, masks, scores
 from jax_flash._call import Call
 from jax_flash._ops import passes
 from jax_flash._problem import Shapes
 
 from ..compare import compare
+from ..conftest import needs_module
 from ..devices import mesh_with
 from ..emulated_cases import C
 from ..emulator import Emulator
 from ..other_kernels import AsWritten
 from ..small import close, integers, normal
-
-needs_module = pytest.mark.skipif(
-    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
-)
 
 B, T, N, K, H = 2, 64, 4, 2, 16
 CHUNKS = masks.documents(np.arange(T) // 32)

@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_flash
-from jax_flash import _native, context_parallel, masks, reference, scores
+from jax_flash import context_parallel, masks, reference, scores
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
 from .. import small
+from ..conftest import needs_module
 
 P = PartitionSpec
 B, T, S, N, K, H = 2, 8, 16, 4, 2, 8
@@ -250,7 +251,7 @@ def test_programs_are_traced(name, backend):
 
 
 @pytest.mark.usefixtures("_switched")
-@pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
+@needs_module
 @pytest.mark.parametrize("name", ["terms", "positions", "members", "functions", "decoding"])
 def test_programs_are_lowered_for_gpus(name):
     function, arrays = PROGRAMS[name](None)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash import _gpu, _native
 
+from ..conftest import needs_module
 from ..devices import collectives, mesh_of
 from ..small import close, normal
 from .vmap_members import (
@@ -99,7 +100,7 @@ def test_a_large_bias_is_not_copied_either():
     assert not [x for x in shapes_in(large) if 10 * T in x and S in x and np.prod(x) > bias.size]
 
 
-@pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
+@needs_module
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["plain", "lengths", "segments", "sinks", "own sinks"])
 def test_cuda_kernels_share_them(name, order, monkeypatch):
@@ -113,7 +114,7 @@ def test_cuda_kernels_share_them(name, order, monkeypatch):
     assert (B, T, N * M, H) in shapes_in(program)
 
 
-@pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
+@needs_module
 @pytest.mark.parametrize(("members", "packed"), [(1, 2), (3, 1), (8, 16), (32, 64), (64, 1)])
 def test_members_share_a_tile_as_heads_do(members, packed, monkeypatch):
     """A step of decoding for several beams: 64 rows of a tile hold heads times members."""

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _explain, _gpu, _native
+from jax_flash import _explain, _gpu
 from jax_flash._gpu.spec import GPUS
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
+from ..conftest import needs_module
+
 pytestmark = pytest.mark.quick
 
-needs_module = pytest.mark.skipif(
-    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
-)
 
 Q = jax.ShapeDtypeStruct((2, 512, 8, 128), jnp.bfloat16)
 KV = jax.ShapeDtypeStruct((2, 512, 2, 128), jnp.bfloat16)

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash
-from jax_flash import _backends, _cudnn, _gpu, _native
+from jax_flash import _backends, _cudnn, _gpu
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, Shapes
 
-needs_module = pytest.mark.skipif(
-    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
-)
+from ..conftest import needs_module
+
 B200, H200, A100 = (_gpu.spec.GPUS[name] for name in ("B200", "H200", "A100"))
 PLAIN = Problem("bfloat16", 0.1)
 SHAPES = Shapes(2, 512, 512, 8, 2, 128, 128)

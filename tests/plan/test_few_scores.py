@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash
-from jax_flash import _backends, _gpu, _native
+from jax_flash import _backends, _gpu
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
-needs_module = pytest.mark.skipif(
-    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
-)
+from ..conftest import needs_module
+
 H200 = _gpu.spec.GPUS["H200"]
 SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _backends, _gpu, _native
+from jax_flash import _backends, _gpu
 from jax_flash._gpu import folding
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
-needs_module = pytest.mark.skipif(
-    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
-)
+from ..conftest import needs_module
+
 SHAPES = Shapes(64, 1, 2048, 40, 2, 112, 112)
 
 

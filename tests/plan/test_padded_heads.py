@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _backends, _gpu, _native
+from jax_flash import _backends, _gpu
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
-needs_module = pytest.mark.skipif(
-    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
-)
+from ..conftest import needs_module
+
 SHAPES = Shapes(2, 1024, 1024, 4, 2, 100, 36)
 PADDED = dataclasses.replace(SHAPES, head_dim=104, value_dim=40)
 
