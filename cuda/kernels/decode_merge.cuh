@@ -10,15 +10,18 @@ namespace decode {
 __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& line,
                                            const Unit& unit, const Share& share) {
   constexpr int kPieces = kValueColumns / 4;
+  // Parts whose loads are under way. With other columns eight spill 8 bytes.
+  constexpr int kAtOnce = (kPieces & (kPieces - 1)) == 0 ? 8 : 6;
   const int first_part = line.part_of(unit.start), last_part = line.part_of(unit.end() - 1);
   const int first_cta = blockIdx.x + (first_part - share.part) * p.shares;
   const int count = last_part - first_part + 1;
   const bool begins = line.begin_of(first_part) == unit.start;  // else it is not that CTA's first
-  for (int i = threadIdx.x; i < kShareRows * kPieces; i += kMergeThreads) {
+  const int rows = kHeads == 1 ? existing_rows(p, share) : kShareRows;
+  for (int i = threadIdx.x; i < rows * kPieces; i += kMergeThreads) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const Place place(p, share, row);
-    if (!place.exists(p)) continue;
-    write_merged(p, unit, place, column, count, [&](int i, float2& of, float4& values) {
+    if (kHeads > 1 && !place.exists(p)) continue;
+    write_merged<kAtOnce>(p, unit, place, column, count, [&](int i, float2& of, float4& values) {
       const int64 from = partial_row(first_cta + i * p.shares, begins || i > 0, row);
       of = reinterpret_cast<const float2*>(p.partial_rows)[from];
       values = *reinterpret_cast<const float4*>(p.partial_out + from * kValueColumns + column);

@@ -115,9 +115,12 @@ struct Line {
   __device__ __forceinline__ int begin_of(int part) const {
     return part >= parts ? total : part * each + part * more / parts;  // total * part / parts
   }
-  // The part that a block is in.
+  // The part that a block is in: an estimate, which is one off at most.
   __device__ __forceinline__ int part_of(int block) const {
-    return static_cast<int>(((static_cast<int64>(block) + 1) * parts - 1) / total);
+    const float of_block = static_cast<float>(parts) * ptx::reciprocal_approx(total);
+    const int part = min(static_cast<int>(static_cast<float>(block) * of_block), parts - 1);
+    if (begin_of(part) > block) return part - 1;
+    return begin_of(part + 1) > block ? part : part + 1;
   }
 
   // The unit that has a block; it is batch row `from`, which begins at `before`, or a later one.
