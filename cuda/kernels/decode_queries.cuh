@@ -184,14 +184,14 @@ struct QueriesOf<true> {
 // The queries of a CTA's units, one after the other.
 struct Queries {
   using Own = QueriesOf<kQuantized>::Type;
-  static_assert(!kAsksAhead || Own::kRounds == 1);
+  static constexpr bool kAhead = kAsksAhead && Own::kRounds == 1;
   Own own;
   int asked = -1;  // batch row
   __device__ __forceinline__ Queries() {}
 
   __device__ __forceinline__ void load(const DecodeParams& p, const Share& share, const Unit& unit,
                                        uint32 tile, Exchange& exchange) {
-    if constexpr (kAsksAhead) {
+    if constexpr (kAhead) {
       if (asked != unit.batch) own.ask(p, share, unit.batch, 0);
       own.store(p, share, unit, 0, tile, exchange);
       asked = unit.batch + 1;

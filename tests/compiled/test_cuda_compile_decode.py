@@ -25,6 +25,7 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((128, 128), (64, 1), {"gpu": "RTX 5090", "dtype": "float16"}),
     ((64, 64), (16, 4), {"q_len": 16, "everything": True}),
     ((128, 128), (32, 8), {}),
+    ((112, 112), (32, 8), {"everything": True}),
     ((128, 128), (32, 8), {"batch": 1, "everything": True}),
     ((128, 128), (32, 8), {"batch": 1, "kv_len": 16384, "everything": True}),
     ((256, 256), (16, 4), {"q_len": 16, "everything": True}),
