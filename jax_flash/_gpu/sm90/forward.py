@@ -189,17 +189,19 @@ class _Forward:
 
     @property
     def is_three_middle(self) -> bool:
-        """Full attention over fewer keys: units of 192 rows from a counter, 22 heads together.
+        """Full attention over fewer keys: units of 192 rows from a counter.
 
-        T 1024 2 % on an H200, none on an H100; T 1280 5 % (H100). Groups and fewer rounds were not
-        timed.
+        T 1024 2 % on an H200, none on an H100; T 1280, 896, 768 5, 5, 4 % (H100). Where a row's
+        last unit is short, T 640 is 2 % slower. Groups and fewer rounds were not timed.
         """
-        lengths, units = (self.shapes.q_len, self.shapes.kv_len), self.units_of(192) or 0
+        queries, keys = known(self.shapes.q_len, 0), known(self.shapes.kv_len, 0)
+        few, most, units = min(queries, keys), max(queries, keys), self.units_of(192) or 0
         many = units >= 10 * multiprocessors(self.gpu) and group_size(self.shapes) == 1
         alone = self.is_plain and not (self.is_uneven or self.problem.split or self.halves)
-        middle = many and alone and all(1024 <= known(length, 0) < _LONG for length in lengths)
+        filled = 12 * queries >= 11 * 192 * -(-queries // 192)
+        middle = 1024 <= few <= most < _LONG or (704 <= few <= most < 1024 and filled)
         square = self.shapes.head_dim == self.shapes.value_dim == 128
-        return middle and square and not self.spills(THREE_WIDE)
+        return middle and many and alone and square and not self.spills(THREE_WIDE)
 
     @property
     def fills_larger_units(self) -> bool:
@@ -384,7 +386,9 @@ _COMMON = ("block_kv", "packed_heads", "dynamic", "l2_heads", "producer_register
 _COMMON += ("tma_loads", "halves", "batches_together")
 _OF_THREE = {"block_kv": 128, "consumers": 3, "stages": 4, "query_stages": 2, "ping_pong": False}
 _OF_THREE_64 = {**_OF_THREE, "block_kv": 64}
+_OF_TEAMS = {"block_kv": 64, "teams": 2, "stages": 5, "query_stages": 2, "ping_pong": False}
 _OF_MIDDLE = {**_OF_THREE, "block_kv": 80, "stages": 3, "dynamic": True, "l2_heads": 22}
+_OF_MIDDLE_64 = {**_OF_THREE_64, "dynamic": True, "l2_heads": 44}
 _FORWARD = (
     # float32 in halves: a tile has two planes.
     _row(lambda x: x.halves and x.widest <= 64, producer_registers=24, **_OF_THREE_64),
@@ -396,14 +400,7 @@ _FORWARD = (
     # Head dims up to 64.
     # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
     # units would walk the blocks of two rows of 128.
-    _row(
-        lambda x: x.widest <= 64 and (x.is_short or x.is_roomy_layout),
-        block_kv=64,
-        teams=2,
-        stages=5,
-        query_stages=2,
-        ping_pong=False,
-    ),
+    _row(lambda x: x.widest <= 64 and (x.is_short or x.is_roomy_layout), **_OF_TEAMS),
     _row(
         lambda x: x.widest <= 64 and x.is_layout,
         block_kv=128,
@@ -425,6 +422,7 @@ _FORWARD = (
     _row(lambda x: x.tests_few, spills=THREE_HIDE, drains_to_hide=True, **_OF_THREE),
     _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
+    _row(lambda x: x.is_three_middle and x.shapes.kv_len < 1024, **_OF_MIDDLE_64),
     _row(lambda x: x.is_three_middle, **_OF_MIDDLE),
     _row(lambda x: x.is_three_wide and x.block_kv == 80, consumers=3, stages=4, ping_pong=False),
     _row(lambda x: x.is_three_wide, consumers=3, stages=3, ping_pong=False),
