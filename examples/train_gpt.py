@@ -10,6 +10,7 @@ sample of what the model writes, the loss curve as a picture, train_gpt.png in t
 and the trained model, train_gpt.msgpack, with which generate.py writes on.
 
     python examples/train_gpt.py --attention xla              # the same with jax.nn's attention
+    python examples/train_gpt.py --attention fp8 --width 256 --dtype bfloat16
     python examples/train_gpt.py --mesh data=4,model=2        # on eight devices
     python examples/train_gpt.py --mesh data=2,model=2,seq=2  # each row over two of them too
     python examples/train_gpt.py --preset gpt2                # GPT-2 124M in bfloat16, for a GPU
@@ -81,6 +82,12 @@ def generate(model: GPT, prompt: str, count: int) -> str:
 
 # --- The run ------------------------------------------------------------------------------------
 
+ATTENTION = {
+    "flash": flash_attention,
+    "xla": xla_attention,
+    "fp8": functools.partial(flash_attention, quantize="fp8"),  # bfloat16, heads of 64 and more
+}
+
 
 def plot(
     path: Path, title: str, losses: list[float], validation: dict[int, float], bigram: float
@@ -103,7 +110,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=PRESETS, default="small")
-    parser.add_argument("--attention", choices=["flash", "xla"], default="flash")
+    parser.add_argument("--attention", choices=[*ATTENTION], default="flash")
     parser.add_argument("--mesh", default="data=1", help="for instance data=2,model=2,seq=2")
     parser.add_argument("--fsdp", action="store_true", help="split parameters over data and seq")
     parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"))
@@ -112,9 +119,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     for name in ("layers", "width", "length", "batch", "steps"):
         parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="instead of the preset's")
     args = parser.parse_args()
-    chosen = {name: getattr(args, name) for name in ("layers", "width", "length", "batch", "steps")}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    names = ("layers", "width", "length", "batch", "steps", "dtype")
+    chosen = {name: x for name in names if (x := getattr(args, name)) is not None}
     config = dataclasses.replace(PRESETS[args.preset], **chosen)
     mesh = make_mesh(args.mesh)
 
@@ -127,7 +135,7 @@ def main() -> None:
     validation = validation[np.linspace(0, len(validation) - 1, 8 * config.batch).astype(int)]
     bigram = bigram_loss(train, validation)
 
-    attention_fn = {"flash": flash_attention, "xla": xla_attention}[args.attention]
+    attention_fn = ATTENTION[args.attention]
     split = Split(mesh) if mesh.shape["seq"] > 1 or args.fsdp else None
     if split is not None:
         if args.attention != "flash":

@@ -144,7 +144,8 @@ def drawn_line(seed: int):
         for _ in range(6):
             floats.append(choose.choice(near)(choose.choice(floats)))
             floats.append(choose.choice(pairs)(choose.choice(floats), choose.choice(floats)))
-        return s + choose.choice((1.0, k - q)) * jnp.clip(floats[-1], -40.0, 40.0)
+        apart = k - q, jnp.float32(k) - jnp.float32(q)
+        return s + choose.choice((1.0, *apart)) * jnp.clip(floats[-1], -40.0, 40.0)
 
     return function
 

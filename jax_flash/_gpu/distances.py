@@ -156,7 +156,7 @@ class _Sum:
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """An int32: key * `key` + query * `query` + constant."""
+    """A whole number: key * `key` + query * `query` + constant."""
 
     key: int = 0
     query: int = 0
@@ -166,6 +166,12 @@ class _Whole:
     def is_distance(self) -> bool:
         """Tells whether it is a multiple of key - query and a constant."""
         return self.key == -self.query != 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Tells whether float32 holds it: up to 2^24, where indices are less than emit.SMALL."""
+        indices = abs(self.key) if self.key == -self.query else abs(self.key) + abs(self.query)
+        return indices * emit.SMALL + abs(self.constant) <= 2 * emit.SMALL
 
     def plus(self, other: _Whole, sign: int) -> _Whole:
         return _Whole(
@@ -191,6 +197,7 @@ class _Finder(emit.Writer):
             "key.index": _Whole(key=1),
             "query.index": _Whole(query=1),
         }
+        self.floats: dict[str, _Whole] = {}  # float32 that are such numbers
 
     def line_of(self, function: Function, rows: tuple[bool, ...]) -> Line | None:
         try:
@@ -233,10 +240,15 @@ class _Finder(emit.Writer):
                     bounds = max(low, result.low), min(high, result.high)
                     result = dataclasses.replace(result, bounds=bounds)
         elif dtype == "float32":
-            converts = name == "convert_element_type" and kinds == {"int32"}
-            found = self._of_whole(x[0]) if converts else None
-            if kinds == {"float32"}:
+            whole = found = None
+            if name == "convert_element_type" and kinds == {"int32"}:
+                whole = self.whole_of(x[0])
+            elif kinds == {"float32"}:
                 found = self._sum(name, x)
+                whole = self._whole_of_floats(name, x)
+            if whole is not None and whole.is_exact:
+                self.floats[result.text] = whole
+                found = found or self._of_whole(whole)
             if found is not None:
                 self.sums.setdefault(result.text, found)
         return result
@@ -286,9 +298,15 @@ class _Finder(emit.Writer):
                     return _Whole().plus(a, -1)
         return None
 
-    def _of_whole(self, x: emit.Scalar) -> _Sum | None:
-        whole = self.whole_of(x)
-        if whole is None or whole.key != -whole.query:
+    def _whole_of_floats(self, name: str, x: Sequence[emit.Scalar]) -> _Whole | None:
+        """Returns the sum or difference of two float32 that are whole numbers."""
+        a, b = (self.floats.get(one.text) for one in (x[0], x[-1]))
+        if name not in ("add", "sub") or a is None or b is None:
+            return None
+        return a.plus(b, 1 if name == "add" else -1)
+
+    def _of_whole(self, whole: _Whole) -> _Sum | None:
+        if whole.key != -whole.query:
             return None
         parts = (whole.key, whole.constant)
         return _Sum(False, *(_number(one) if one else None for one in parts))

@@ -71,6 +71,8 @@ def test_lines_of_the_distance_are_found(uncompiled):
         scores.alibi(slopes): 0,
         lambda s, b, h, q, k: s + slopes[h] * (k - q): -1,
         lambda s, b, h, q, k: s + slopes[h]: -1,
+        lambda s, b, h, q, k: s + slopes[h] * (jnp.float32(k) - jnp.float32(q)): -1,
+        lambda s, b, h, q, k: s - jnp.abs(jnp.float32(q) - jnp.float32(k)) / 7: 0,
         lambda s, b, h, q, k: 2.0 + s - jnp.abs((q - k).astype(jnp.float32)) / 7: 0,
         lambda s, b, h, q, k: s + jnp.abs(q - k + 1): 1,
         lambda s, b, h, q, k: jnp.where(k > q, s + slopes[h], s): 1,
@@ -84,6 +86,7 @@ def test_lines_of_the_distance_are_found(uncompiled):
     others = (
         lambda s, b, h, q, k: s,
         lambda s, b, h, q, k: s + slopes[h] * k,
+        lambda s, b, h, q, k: s + slopes[h] * (jnp.float32(k) + jnp.float32(q)),
         lambda s, b, h, q, k: 2 * s + slopes[h] * (k - q),
         lambda s, b, h, q, k: s + slopes[k % 2] * (k - q),
         lambda s, b, h, q, k: s + jnp.sin(jnp.float32(k - q)),

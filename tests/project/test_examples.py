@@ -132,6 +132,24 @@ def test_fsdp_trains_as_one_device_does_and_leaves_a_part_on_each(train_gpt):
     np.testing.assert_allclose(losses("data=2,seq=4"), one, rtol=1e-5)
 
 
+def test_attention_in_float8_trains_as_in_16_bits(train_gpt):
+    config = training.Config(
+        layers=1, width=64, heads=1, kv_heads=1, length=64, steps=9, dtype="bfloat16"
+    )
+    rows = np.random.default_rng(0).integers(0, 20, (4, 65)).astype(np.uint8)
+
+    def losses(name):
+        model = training.GPT(config, train_gpt.ATTENTION[name], nnx.Rngs(0))
+        optimizer = training.make_optimizer(model, config)
+        made = [float(training.train_step(model, optimizer, rows)) for _ in range(9)]
+        assert train_gpt.generate(model, "ab", 3)  # from its cache
+        return np.array(made)
+
+    plain = losses("flash")
+    assert plain[8] < plain[0] - 1
+    assert 0 < np.abs(losses("fp8") - plain).max() < 0.02
+
+
 def test_the_picture_shows_every_validation_and_has_a_title(train_gpt, tmp_path, monkeypatch):
     figure = train_gpt.Figure()
     monkeypatch.setattr(train_gpt, "Figure", lambda **settings: figure)
