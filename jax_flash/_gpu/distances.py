@@ -244,9 +244,8 @@ class _Finder(emit.Writer):
             if name == "convert_element_type" and kinds == {"int32"}:
                 whole = self.whole_of(x[0])
             elif kinds == {"float32"}:
-                found = self._sum(name, x)
-                whole = self._whole_of_floats(name, x)
-            if whole is not None and whole.is_exact:
+                found, whole = self._sum(name, x), self._whole_of_floats(name, x)
+            if whole is not None:
                 self.floats[result.text] = whole
                 found = found or self._of_whole(whole)
             if found is not None:
@@ -299,11 +298,12 @@ class _Finder(emit.Writer):
         return None
 
     def _whole_of_floats(self, name: str, x: Sequence[emit.Scalar]) -> _Whole | None:
-        """Returns the sum or difference of two float32 that are whole numbers."""
+        """Returns the sum or difference of two float32 that are whole numbers, if it is exact."""
         a, b = (self.floats.get(one.text) for one in (x[0], x[-1]))
         if name not in ("add", "sub") or a is None or b is None:
             return None
-        return a.plus(b, 1 if name == "add" else -1)
+        whole = a.plus(b, 1 if name == "add" else -1)
+        return whole if whole.is_exact else None
 
     def _of_whole(self, whole: _Whole) -> _Sum | None:
         if whole.key != -whole.query:
