@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax_flash._gpu import sm90
 from .cases import Arguments, Case
 
 # From how many queries and keys on a line's blocks are left out, units begin where documents do,
-# wide heads have three warpgroups, or sums of dq take turns.
+# wide heads have three warpgroups, sums of dq take turns, or CTAs share a unit.
 _SHORTEST = (
     (sm90.forward, "_FADING_QUERIES"),
     (sm90.forward, "_FADING_KEYS"),
@@ -23,6 +24,8 @@ _SHORTEST = (
     (sm90.forward, "_LONG"),
     (sm90.backward, "_RING_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),
+    (sm90.backward, "_FEWER_ROUNDS"),
+    (importlib.import_module("jax_flash._gpu.sm90.backward_launch"), "_SHARE"),
 )
 
 

@@ -138,6 +138,9 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
         (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
         (C("blocks", T=200, S=400, N=2, K=1, blocks=("1n", 128), dropout=0.2), 1),
         (C("window, one block of keys", T=300, S=100, N=4, K=2, H=128, window=(70, 0)), 1),
+        (C("wide, lengths", T=150, S=60, N=3, K=1, H=208, kv_lengths=(50,)), 1),
+        (C("wide, pairs, odd blocks", T=70, S=13 * 64 - 3, N=4, K=1, H=192, Hv=128), 2),
+        (C("wide, one block of keys", T=150, S=60, N=2, K=1, H=256, causal=True), 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -146,6 +149,24 @@ def test_units_of_some_heads_of_a_group(case: Case, heads: int, emulator: Emulat
     check_orders(
         case.draw(),
         lambda arguments, seed: emulator.run(AsIfLong(arguments, "unit_heads", heads), seed=seed),
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        C("few keys", T=300, S=5, N=1, K=1, H=128, dropout=0.2),
+        C("few keys 64, lengths", T=390, S=100, N=1, K=1, q_lengths=(270,), kv_lengths=(70,)),
+        C("few keys, bias", T=200, S=60, N=1, K=1, H=128, bias="1nts"),
+        C("wide", T=200, S=64, N=1, K=1, H=160, Hv=256),
+    ],
+    ids=lambda case: case.name,
+)
+def test_shared_units(case: Case, emulator: Emulator):
+    """CTAs walk parts of the queries of a block of keys."""
+    check_orders(
+        case.draw(),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "shares", True), seed=seed),
     )
 
 

@@ -229,6 +229,27 @@ def test_units_of_grouped_heads_are_many(window, deterministic, heads, batch, le
         assert 2 * tiling.ring_sets * tiling.l2_heads * unit_heads <= batch * heads[0]
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "group", "dim", "unit_heads"),
+    [
+        (1, 4096, 8, 256, 4),  # 64 blocks of keys: two rounds of 256 units of 4 heads
+        (1, 2630, 3, 208, 1),
+        (1, 8192, 8, 256, 0),  # 128 units of all heads are a round
+        (8, 4096, 8, 256, 0),
+        (1, 4096, 1, 256, 0),
+    ],
+)
+def test_units_of_wide_heads_fill_the_multiprocessors(batch, length, group, dim, unit_heads):
+    shapes = dataclasses.replace(
+        replace_dims(dim, dim), batch=batch, q_len=length, kv_len=length, q_heads=group, kv_heads=1
+    )
+    for deterministic in (False, True):
+        problem = dataclasses.replace(PLAIN, deterministic=deterministic)
+        tiling = plan("backward", problem, shapes).tiling
+        assert tiling.wide
+        assert tiling.unit_heads == (0 if deterministic else unit_heads)
+
+
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (1024, 0)])
 @pytest.mark.parametrize("kv_heads", [5, 40])
 @pytest.mark.parametrize("dim", [64, 128])

@@ -46,9 +46,11 @@ struct Probability : ProbabilitySteps {
       } else {
         release(at(&Shared::key_empty));
       }
-      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite(),
-                is_share(p, u));
-      store_rows<kValueDim>(p, p.dvalue_data, dv, value_scale(p), u);
+      if constexpr (!kSharesKeys) {
+        mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite(),
+                  is_share(p, u));
+      }
+      store_rows<kValueDim>(p, p.dvalue_data, kHeadBoxes, dv, value_scale(p), u);
       return_unit(received);
       ++received;
     }
@@ -90,9 +92,11 @@ struct Gradient : GradientSteps {
       } else {
         release(at(&Shared::value_empty));
       }
-      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite(),
-                is_share(p, u));
-      store_rows<kHeadDim>(p, p.dkey_data, dk, query_key_scale(p), u);
+      if constexpr (!kSharesKeys) {
+        mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite(),
+                  is_share(p, u));
+      }
+      store_rows<kHeadDim>(p, p.dkey_data, 0, dk, query_key_scale(p), u);
       return_unit(received);
       ++received;
     }

@@ -9,7 +9,8 @@
 
 namespace backward {
 
-static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead && !kSharesKeys);
+static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead);
+static_assert(!kSharesKeys || !kDeterministic);
 static_assert(kHead <= 256 && kValue <= 256);
 
 inline constexpr int kThreads = 512;
@@ -68,11 +69,32 @@ struct Rows {
   __device__ __forceinline__ bool is_finite() const { return all_finite(low) && all_finite(high); }
 };
 
-// Shared memory is free for the next unit's keys while dK and dV are written.
+// With kSharesKeys: adds the columns from `first` on, of which `values` are a thread's, to the sums
+// of the unit's keys that begin at `tile`.
+template <int kValues>
+__device__ __forceinline__ void add_columns(const BackwardParams& p, const volatile UnitRecord& u,
+                                            int tile, int first, const float (&values)[kValues]) {
+  if (kPairs && u.key0 >= p.kv_len) return;  // the last pair may have one block of keys
+  const int slab = (u.batch * p.kv_heads + u.kv_head) * key_blocks(p) + u.key0 / kKeys;
+#pragma unroll
+  for (int j = 0; j < kValues; j += 4) {
+    const int piece = first / 8 + j / 4;  // of 8 columns
+    KeySumTile(p, slab, tile + piece / 8)
+        .add(piece % 8, {values[j], values[j + 1], values[j + 2], values[j + 3]});
+  }
+}
+
+// Shared memory is free for the next unit's keys while dK and dV are written. `tile`: the first of
+// their sums with kSharesKeys.
 template <int kDim, int kColumns>
-__device__ __forceinline__ void store_rows(const BackwardParams& p, void* array,
+__device__ __forceinline__ void store_rows(const BackwardParams& p, void* array, int tile,
                                            const Rows<kColumns>& rows, float scale,
                                            const volatile UnitRecord& u) {
+  if constexpr (kSharesKeys) {
+    add_columns(p, u, tile, 0, rows.low);
+    if constexpr (Rows<kColumns>::kSplit) add_columns(p, u, tile, kRowColumns, rows.high);
+    return;
+  }
   store_columns<kDim>(p, array, rows.low, 0, scale, u, 0);
   if constexpr (Rows<kColumns>::kSplit) {
     store_columns<kDim>(p, array, rows.high, kRowColumns, scale, u, 0);

@@ -76,6 +76,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         holds_draws=asked.drops and asked.reads_ahead and (unit_heads or group_size(shapes)) == 1,
         l2_heads=_l2_heads(problem, shapes, unit_heads),
         unit_heads=unit_heads,
+        shares=asked.shares,
         stores_dbias=asked.is_own or by_rows or by_heads > 0,
         clears_dbias=(asked.is_own or by_rows) and asked.hides,
         dbias_rows=by_rows,
@@ -228,13 +229,22 @@ class _Backward:
         units; full ones take 1 % more, with a window of 1024 a fifth.
         """
         problem, group = self.problem, group_size(self.shapes)
+        if self.shares:
+            return 1
         if group * self._steps < _UNIT_STEPS or group == 1 or self.few:
             return 0
-        if self.wide or not self.tma_loads or problem.split:
+        if not self.tma_loads or problem.split:
             return 0
         sizes = (self.shapes.batch, self.shapes.q_heads)
         if not all(isinstance(size, int) for size in sizes) or self.adds_rows or self.dbias_heads:
             return 0
+        if self.wide:
+            # 76, 36 and 32 bytes would be spilled.
+            spills = problem.score is not None or problem.softcap is not None
+            spills |= (
+                self.pairs and boxes(self.shapes.head_dim) == 3 >= boxes(self.shapes.value_dim) + 1
+            )
+            return 0 if problem.deterministic or spills else self._heads_of_rounds()
         holds_draws = self.drops and self.reads_ahead  # of one head
         if problem.deterministic and self.is_plain_window and not holds_draws:
             # Their turns take what L2 gives, and a unit of more heads trails the one before by less
@@ -253,6 +263,43 @@ class _Backward:
                 and self._units(2 * heads) >= 2 * multiprocessors(self.gpu)
             ),
         )
+
+    @property
+    def shares(self) -> bool:
+        """Units of one head leave half of the multiprocessors without one, and walk far.
+
+        Those of few keys beside many queries. CTAs then share a unit's queries, and add to sums of
+        dk and dv. Units of a window differ in length.
+        """
+        problem, shapes = self.problem, self.shapes
+        shared = {"query_lengths", "key_value_lengths", "dropout_state", "bias"}
+        if problem.window != (None, None) or not shared.issuperset(problem.terms):
+            return False
+        if problem.deterministic or problem.split or problem.score is not None or self.few:
+            return False
+        if self.pairs or not self.tma_loads or self.adds_rows or self.dbias_heads:
+            return False
+        if not all(isinstance(size, int) for size in (shapes.batch, shapes.q_heads)):
+            return False
+        block_kv = 64 if self.wide else 128
+        units = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), block_kv)
+        return 2 * units <= multiprocessors(self.gpu) and self._steps >= _UNIT_STEPS
+
+    def _heads_of_rounds(self) -> int:
+        """The most heads of a unit with which units fill the multiprocessors in the fewest rounds.
+
+        0, all, where that spares little: of fewer heads units add to dk and dv.
+        """
+        shapes, group = self.shapes, group_size(self.shapes)
+        pieces = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), 64)
+        sms = multiprocessors(self.gpu)
+        taken = {
+            heads: heads * -(-pieces // heads // sms)
+            for heads in range(group, 0, -1)
+            if group % heads == 0
+        }
+        best = min(taken, key=lambda heads: taken[heads])  # of equal ones the first, of most heads
+        return 0 if best == group or taken[best] > _FEWER_ROUNDS * taken[group] else best
 
     def _grown(self, heads: int, grows: Callable[[int], bool]) -> int:
         """Doubles heads while a condition holds and they divide the group; 0: all of it."""
@@ -321,6 +368,7 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
+_FEWER_ROUNDS = 0.8
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 _RING_BYTES = 40 << 20  # of a layout's, of an H200's L2 (60 MB)
 _RING_SHORTEST = 512  # queries, and keys

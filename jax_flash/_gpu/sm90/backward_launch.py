@@ -22,6 +22,7 @@ from jax_flash._gpu.sizes import (
     S,
     Size,
     T,
+    ceil_div,
     equal,
     maximum,
     minimum,
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 
 
+_SHARE = 512  # queries at least: each share adds to sums of dk and dv
+
+
 def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launch:
     """Returns what the backward pass launches by a tiling."""
     problem = call.problem
@@ -46,21 +50,22 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
         with_dlse="dlse" in call.operands,
         with_dbias="dbias" in call.results,
     )
-    names = {}
-    ahead, shared_units, more = (), 0, 0
-    if tiling.halves:
-        if _shares(problem):
-            # Units of one length: the last ones would be of few CTAs.
-            rest = pass_.block_units * pass_.key_blocks % SMS
-            each = minimum(SMS // maximum(Size("rest_units"), 1), pass_.query_blocks)
-            names = {
-                "rest_units": rest,
-                "shares": where(equal(Size("rest_units"), 0), 0, each),
-                "shared_units": where(minimum(Size("shares") // 2, 1), Size("rest_units"), 0),
-            }
-            shared_units = Size("shared_units")
-            more = shared_units * (Size("shares") - 1)
-        ahead = (split(2, shared_units, beside=True),)
+    names: dict[str, AnySize] = {}
+    shared_units: AnySize = 0
+    more: AnySize = 0
+    if _shares(problem, tiling):
+        # Units of one length: the last ones would be of few CTAs.
+        rest = pass_.block_units * pass_.key_blocks % SMS
+        shortest = pass_.query_blocks if tiling.halves else ceil_div(T, _SHARE)
+        each = minimum(SMS // maximum(Size("rest_units"), 1), shortest)
+        names = {
+            "rest_units": rest,
+            "shares": where(equal(Size("rest_units"), 0), 0, each),
+            "shared_units": where(minimum(Size("shares") // 2, 1), Size("rest_units"), 0),
+        }
+        shared_units = Size("shared_units")
+        more = shared_units * (Size("shares") - 1)
+    ahead = (split(2, shared_units, beside=True),) if tiling.halves else ()
     checks = pass_.checks()
     if tiling.bias_bytes:
         checks += bias_is_plane()
@@ -75,8 +80,7 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
 
 def backward_params(problem: Problem, shapes: Shapes, tiling: BackwardTiling) -> Struct:
     """Returns the parameters of the backward kernels, without the gradient of a bias."""
-    shares = tiling.halves and _shares(problem)
-    return _params(_backward(problem, shapes, tiling), shares=shares)
+    return _params(_backward(problem, shapes, tiling), shares=_shares(problem, tiling))
 
 
 def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
@@ -85,9 +89,10 @@ def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_:
     )
 
 
-def _shares(problem: Problem) -> bool:
-    """Tells whether several CTAs may share a unit: with float32 in halves, without a window."""
-    return problem.window == (None, None) and not problem.deterministic
+def _shares(problem: Problem, tiling: BackwardTiling) -> bool:
+    """Tells whether several CTAs may share a unit: without a window."""
+    halves = tiling.halves and problem.window == (None, None) and not problem.deterministic
+    return halves or tiling.shares
 
 
 def _params(pass_: Backward, *, shares: bool) -> Struct:

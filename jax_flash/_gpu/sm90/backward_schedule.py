@@ -205,10 +205,11 @@ class BackwardSchedule:
     def shares_units(self) -> bool:
         """The last units may be shared, as they may leave most CTAs without one.
 
-        All units have one length, and those of halves are long. A share is a part of the walk,
-        whose dK and dV are added to zeros.
+        All units have one length, and those of halves are long, those of many queries beside few
+        keys longer. A share is a part of the walk, whose dK and dV are added to zeros.
         """
-        return self.tiling.halves and not self.problem.deterministic and not self._has_sides
+        halves = self.tiling.halves and not self.problem.deterministic and not self._has_sides
+        return halves or self.tiling.shares
 
     @property
     def turns_left(self) -> bool:

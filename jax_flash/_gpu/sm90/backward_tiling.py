@@ -33,6 +33,7 @@ class BackwardTiling:
     l2_heads: int = 1  # units of a block of keys that the schedule walks together
     unit_heads: int = 0  # query heads of a unit, where a kv head has more: dk and dv are sums of
     # several units'; 0: all
+    shares: bool = False  # CTAs share the walks of units, where these are few
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
     dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
