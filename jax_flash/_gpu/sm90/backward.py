@@ -100,6 +100,7 @@ class _Backward:
     shapes: Shapes
     gpu: GpuSpec
     few: bool = False  # rows or columns: scratch is scarce
+    in_order: bool = False  # of a deterministic problem, whose dk and dv have one unit each
 
     @property
     def widest(self) -> int:
@@ -135,7 +136,8 @@ class _Backward:
     def unordered(self) -> _Backward:
         """The same without an order of additions."""
         problem = dataclasses.replace(self.problem, deterministic=False)
-        return dataclasses.replace(self, problem=problem)
+        in_order = self.problem.deterministic or self.in_order
+        return dataclasses.replace(self, problem=problem, in_order=in_order)
 
     def _has_all_keys(self, block_kv: int) -> bool:
         """Tells whether a block has all keys, and registers are left to store dq."""
@@ -241,10 +243,10 @@ class _Backward:
         if self.wide:
             # 76, 36 and 32 bytes would be spilled.
             spills = problem.score is not None or problem.softcap is not None
-            spills |= (
-                self.pairs and boxes(self.shapes.head_dim) == 3 >= boxes(self.shapes.value_dim) + 1
-            )
-            return 0 if problem.deterministic or spills else self._heads_of_rounds()
+            narrow = boxes(self.shapes.head_dim) == 3 and boxes(self.shapes.value_dim) < 3
+            spills |= self.pairs and narrow
+            alone = problem.deterministic or self.in_order
+            return 0 if alone or spills else self._heads_of_rounds()
         holds_draws = self.drops and self.reads_ahead  # of one head
         if problem.deterministic and self.is_plain_window and not holds_draws:
             # Their turns take what L2 gives, and a unit of more heads trails the one before by less
@@ -278,6 +280,8 @@ class _Backward:
         if problem.deterministic or problem.split or problem.score is not None or self.few:
             return False
         if self.pairs or not self.tma_loads or self.adds_rows or self.dbias_heads:
+            return False
+        if self.in_order or (self.wide and problem.softcap is not None):  # the second would spill
             return False
         if not all(isinstance(size, int) for size in (shapes.batch, shapes.q_heads)):
             return False
