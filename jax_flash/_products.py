@@ -16,7 +16,9 @@ from jax_flash import _platform
 from jax_flash._problem import Problem
 from jax_flash._seen import finite
 
-_FEW = 1 << 21  # multiplications: operands read for each are 16 MB, 4 us of an H100's L2 at most
+# Multiplications: operands read for each are 16 MB, 4 us of an H100's L2 at most; where a result is
+# a sum of a few, a thread has it.
+_FEW, _MORE, _TERMS = 1 << 21, 1 << 23, 16
 
 
 def product(
@@ -30,7 +32,7 @@ def product(
       x, y: arrays; leading dims may be 1 in either.
       dtype: of the result; None: the sum_dtype.
     """
-    if _platform.is_gpu() and _multiplications(subscripts, x, y) <= _FEW:
+    if _platform.is_gpu() and _is_summed(subscripts, x, y):
         return _sum_of_products(problem, subscripts, x, y).astype(dtype or problem.sum_dtype)
     return dot(problem, subscripts, x, y, dtype)
 
@@ -91,6 +93,16 @@ def _letters(subscripts: str) -> tuple[str, str, str]:
     operands, out = subscripts.replace("...", "").split("->")
     x, y = operands.split(",")
     return x, y, out
+
+
+def _is_summed(subscripts: str, x: jax.Array, y: jax.Array) -> bool:
+    """Tells whether a GPU sums the products: few, or more of few positions for each result."""
+    count = _multiplications(subscripts, x, y)
+    of_x, _, out = _letters(subscripts)
+    if count <= _FEW or count > _MORE or "h" not in out:
+        return count <= _FEW
+    sizes = zip(of_x, x.shape[-len(of_x) :], strict=True)
+    return math.prod(size for letter, size in sizes if letter not in out) <= _TERMS
 
 
 def _multiplications(subscripts: str, x: jax.Array, y: jax.Array) -> float:

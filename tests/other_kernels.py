@@ -25,6 +25,7 @@ _SHORTEST = (
     (sm90.backward, "_RING_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),
     (sm90.backward, "_FEWER_ROUNDS"),
+    (sm90.backward, "_SHARED_STEPS"),
     (importlib.import_module("jax_flash._gpu.sm90.backward_launch"), "_SHARE"),
 )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash
-from jax_flash import _backends, _gpu
+from jax_flash import _backends, _gpu, _products
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
@@ -84,3 +84,21 @@ def test_both_passes_share_products_and_softmax():
     text = step.lower(q, k, k, jax.eval_shape(lambda: jax.random.key(0))).compile().as_text()
     count = {name: len(re.findall(rf" {name}\(", text)) for name in ("dot", "exponential", "log")}
     assert count == {"dot": 6, "exponential": 1, "log": 0}
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "x", "y", "summed"),
+    [
+        ("...ktgs,...ksh->...ktgh", (231, 1, 16, 1, 16), (231, 1, 16, 128), True),  # 16 terms
+        ("...ktgs,...ksh->...ktgh", (231, 1, 16, 1, 17), (231, 1, 17, 128), False),
+        ("...ktgs,...ksh->...ktgh", (300, 1, 16, 1, 16), (300, 1, 16, 128), False),  # 2^23 at most
+        ("...ktgs,...ktgh->...ksh", (60, 1, 8, 2, 16), (60, 1, 8, 2, 128), True),
+        ("...ktgs,...ktgh->...ksh", (60, 1, 16, 2, 16), (60, 1, 16, 2, 128), False),
+        ("...ktgh,...ksh->...ktgs", (231, 1, 16, 1, 16), (231, 1, 16, 16), True),
+        ("...ktgh,...ksh->...ktgs", (231, 1, 128, 1, 16), (231, 1, 16, 16), False),
+    ],
+)
+def test_which_products_are_summed(subscripts, x, y, summed: bool):
+    """Up to 2^21, or 2^23 of a few positions."""
+    x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in (x, y))
+    assert _products._is_summed(subscripts, x, y) == summed

@@ -287,7 +287,7 @@ class _Backward:
             return False
         block_kv = 64 if self.wide else 128
         units = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), block_kv)
-        return 2 * units <= multiprocessors(self.gpu) and self._steps >= _UNIT_STEPS
+        return 2 * units <= multiprocessors(self.gpu) and self._steps >= _SHARED_STEPS
 
     def _heads_of_rounds(self) -> int:
         """The most heads of a unit with which units fill the multiprocessors in the fewest rounds.
@@ -372,7 +372,8 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
-_FEWER_ROUNDS = 0.8
+_FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
+_SHARED_STEPS = 32  # of a unit that CTAs share
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 _RING_BYTES = 40 << 20  # of a layout's, of an H200's L2 (60 MB)
 _RING_SHORTEST = 512  # queries, and keys
