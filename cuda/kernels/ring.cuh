@@ -1,7 +1,7 @@
 // A ring of buffers with a barrier each.
 #pragma once
 
-#include "numbers.cuh"
+#include "ptx.cuh"
 
 using Barrier = unsigned long long;
 
@@ -20,6 +20,10 @@ struct Ring {
       phase ^= 1;
     }
   }
+  // The position that has come to this one by advance().
+  __device__ __forceinline__ Ring before() const {
+    return at == 0 ? Ring{kStages - 1, phase ^ 1} : Ring{at - 1, phase};
+  }
 };
 template <int kStages>
 struct Ring<kStages, true> {  // one register
@@ -28,6 +32,7 @@ struct Ring<kStages, true> {  // one register
   __device__ __forceinline__ int barrier_offset() const { return passed % (8 * kStages); }
   __device__ __forceinline__ uint32 parity() const { return passed / (8 * kStages) & 1; }
   __device__ __forceinline__ void advance() { passed += 8; }
+  __device__ __forceinline__ Ring before() const { return {static_cast<uint32>(ptx::opaque(static_cast<int>(passed))) - 8}; }
 };
 
 // The same of a ring's use number `use`, where one count serves rings of several lengths: one

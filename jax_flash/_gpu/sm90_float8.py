@@ -27,7 +27,7 @@ _COMPUTED = (
     *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
     *("query_positions", "key_value_positions", "sinks", "block_numbers", "block_bits"),
 )
-_WIDEST, _WIDEST_OF_SEGMENTS = 128, 96
+_WIDEST, _WIDEST_OF_SEGMENTS = 256, 256
 
 
 class Sm90Float8(Family):
@@ -89,26 +89,25 @@ class Sm90Float8(Family):
 
 def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the tiling: blocks are 128 keys, of which a row of shared memory has one column."""
-    wide = max(shapes.head_dim, shapes.value_dim) > 64
+    widest = max(shapes.head_dim, shapes.value_dim)
     uneven = problem.window[1] is not None or bool(problem.terms)
-    # What consumers beyond 64 columns have no registers for beside a block's output in flight; the
-    # producer has none of the consumers' for ids.
+    # What leaves consumers no registers for a block's output beside the next scores; the producer
+    # has none of the consumers' for ids.
     segments = "query_segments" in problem.terms
     crowded = segments or "query_positions" in problem.terms or problem.masked
     crowded = crowded or problem.window[0] is not None or problem.softcap is not None
-    roomy = wide and crowded
-    # Three warpgroups hide one another's waits; the output in parts leaves them registers.
-    three = max(shapes.head_dim, shapes.value_dim) == 64 and not crowded
+    # Three warpgroups hide one another's waits; scores and a block's output share registers.
+    three = widest <= 128 and not crowded
     return ForwardTiling(
         shapes.head_dim,
         shapes.value_dim,
         block_kv=128,
         consumers=3 if three else 2,
-        stages=4,
+        stages=4 if widest <= 128 else 3,
         ping_pong=crowded,  # else 1 to 4 % slower
         float8=True,
-        apart=roomy or three,
+        apart=three or widest > 64,
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
-        producer_registers=56 if roomy and segments else 40 if crowded else 24,
+        producer_registers=56 if segments and widest > 64 else 40 if crowded else 24,
     )

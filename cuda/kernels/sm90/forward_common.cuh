@@ -141,6 +141,9 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   int repeats[kRepeatSlots];  // units to walk again: again(number), or 0
   unsigned long long asked;   // all consumer warps have seen the last unit and left what to repeat
   unsigned long long finished;  // they have read what the others left
+  // With kFloat8 the scales of the block in each buffer, and of each warp's queries.
+  float key_factors[kFloat8 ? kStages : 1], value_factors[kFloat8 ? kStages : 1];
+  float query_factors[kFloat8 ? kWarpsOfConsumers : 1];
 
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
   __device__ __forceinline__ uint32 units_to_repeat(int lane, int& mine) const {

@@ -67,7 +67,12 @@ struct Loads {
     ListedBlock listed{block};
     if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(unit, block));
     if (loads()) {
+      float factor;  // on its way while the buffer is in use
+      if constexpr (kFloat8) {
+        factor = p.key_scales[key_scale_at(p, unit.batch, head, block * kBlockKV)];
+      }
       wait_empty(&shared.key_empty[stage], ring.parity());
+      if constexpr (kFloat8) shared.key_factors[stage] = factor;
       if constexpr (kListsBlocks) {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
@@ -119,8 +124,13 @@ struct Loads {
       load_pieces<kValueDim>(p.value, shared.value[stage], &shared.value_full[stage],
                              &shared.value_empty[stage], head, block);
     } else if (loads()) {
+      float factor;
+      if constexpr (kFloat8) {
+        factor = p.value_scales[key_scale_at(p, batch, head, block * kBlockKV)];
+      }
       wait_empty(&shared.value_empty[stage], ring.parity());
       if constexpr (kFloat8) {
+        shared.value_factors[stage] = factor;
         load_columns(head, block, batch, stage);
       } else {
         load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],

@@ -17,9 +17,9 @@ struct Operands {
   uint32 weights[kBlockKV / 4];
 
   // Factors of a unit's queries, of a block of keys and of a block of values: there are none.
-  __device__ __forceinline__ void begin_unit(const ForwardParams&, const UnitInfo&, int) {}
-  __device__ __forceinline__ void begin_scores(const ForwardParams&, int) {}
-  __device__ __forceinline__ void begin_output(const ForwardParams&, int) {}
+  __device__ __forceinline__ void begin_unit(const ForwardParams&, Shared&, const UnitInfo&, int) {}
+  __device__ __forceinline__ void begin_scores(const ForwardParams&, const Shared&, int, int) {}
+  __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared&, int, int) {}
   // From scores to logits in log2 units.
   // Before a softcap what brings scores back.
   __device__ __forceinline__ void scale_capped(Scores&) const {}
@@ -36,7 +36,7 @@ struct Operands {
   }
 
   // Issue, do not wait: scores[64, N] = q[64, H] k[N, H]^T, both K-major,
-  __device__ __forceinline__ void issue_scores(Scores& scores, ptx::Descriptor query,
+  __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores, ptx::Descriptor query,
                                                ptx::Descriptor key) const {
 #pragma unroll
     for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
@@ -46,12 +46,12 @@ struct Operands {
     }
   }
   // and the output of the block.
-  __device__ __forceinline__ void issue_output(Output& output, ptx::Descriptor value,
+  __device__ __forceinline__ void issue_output(const ForwardParams&, const Shared&, int, Output& output, Scores&, ptx::Descriptor value,
                                                int accumulate) const {
     multiply_rows<kBlockKV, ValueBlock::kGroupBytes>(output, weights, value, accumulate);
   }
   // After the wait for it.
-  __device__ __forceinline__ void accept_output(Output& output) { ptx::pin(output); }
+  __device__ __forceinline__ void accept_output(const Shared&, int, Output& output, Scores&) { ptx::pin(output); }
 };
 
 }  // namespace forward

@@ -277,7 +277,7 @@ struct Consumer : UnitResults {
     ptx::wgmma_wait<kWaits ? 0 : 1>();
     if constexpr (kWaits) {
       ptx::pin(output);
-      if constexpr (Operands::kAddsBlocks) operands.accept_output(output);
+      if constexpr (Operands::kAddsBlocks) accept_output();
     }
     if (!kListsWhole) block = next_block(unit());
     accept_scores();
@@ -285,7 +285,7 @@ struct Consumer : UnitResults {
     const bool rescale = extend_softmax<kKnown>(scores);
     draw_after();
     ptx::wgmma_wait<0>();
-    if constexpr (!kWaits || !Operands::kAddsBlocks) operands.accept_output(output);
+    if constexpr (!kWaits || !Operands::kAddsBlocks) accept_output();
     release_value();
     if (rescale) rescale_output();
     operands.pack(scores, dropped);
@@ -296,10 +296,10 @@ struct Consumer : UnitResults {
     wait_value();
     wait_turn();
     begin_output(1);
-    ptx::wgmma_wait<0>();
-    operands.accept_output(output);
-    release_value();
     wait_key();
+    ptx::wgmma_wait<0>();
+    accept_output();
+    release_value();
     begin_scores(scores);
     fetch_terms(next_block(unit()), false);
     ptx::wgmma_wait<0>();
@@ -307,6 +307,7 @@ struct Consumer : UnitResults {
     if (!kListsWhole) block = next_block(unit());
     accept_scores();
     release_scores();
+    correction[0] = correction[1] = 1.0f;  // else the last block's would stay in registers
     if (extend_softmax<kUnknown>(scores)) rescale_output();
     operands.pack(scores, dropped);
   }
@@ -354,7 +355,7 @@ struct Consumer : UnitResults {
       if constexpr (kOutputFirst) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
-        operands.accept_output(output);
+        accept_output();
         release_value();
       }
       Next next = kUnread;
@@ -370,7 +371,7 @@ struct Consumer : UnitResults {
         begin_scores(scores);
         if constexpr (!kOutputFirst) {
           ptx::wgmma_wait<1>();
-          operands.accept_output(output);
+          accept_output();
           release_value();
         }
         if constexpr (!kApart) nonfinite = finish_unit(finished, softmax);
@@ -380,7 +381,7 @@ struct Consumer : UnitResults {
         if constexpr (!kOutputFirst) {
           if constexpr (!kEarlyOutput) begin_last_output(accumulate);
           ptx::wgmma_wait<0>();
-          operands.accept_output(output);
+          accept_output();
           release_value();
         }
         nonfinite = finish_unit(finished, softmax);

@@ -54,6 +54,10 @@ struct WarpgroupState : RowWalk,
   }
 
   // -- barriers --
+  // The buffer of the values: with kApart that of the keys which were given back last.
+  __device__ __forceinline__ Ring<kStages> value_at() const {
+    return kApart ? key_ring.before() : value_ring;
+  }
   __device__ __forceinline__ void release(uint32 barrier) const {
     if (ptx::kEveryLaneArrives || lane() == 0) ptx::lane_arrive(barrier);
   }
@@ -78,10 +82,10 @@ struct WarpgroupState : RowWalk,
     return barrier(JF_OFFSET(key_empty), key_ring.barrier_offset());
   }
   __device__ __forceinline__ uint32 value_full() const {
-    return barrier(JF_OFFSET(value_full), value_ring.barrier_offset());
+    return barrier(JF_OFFSET(value_full), value_at().barrier_offset());
   }
   __device__ __forceinline__ uint32 value_empty() const {
-    return barrier(JF_OFFSET(value_empty), value_ring.barrier_offset());
+    return barrier(JF_OFFSET(value_empty), value_at().barrier_offset());
   }
   __device__ __forceinline__ void wait_query() const {
     ptx::barrier_wait(next_query_full(), next_query_parity());
@@ -98,11 +102,11 @@ struct WarpgroupState : RowWalk,
     key_ring.advance();
   }
   __device__ __forceinline__ void wait_value() const {
-    ptx::barrier_wait(value_full(), value_ring.parity());
+    ptx::barrier_wait(value_full(), value_at().parity());
   }
   __device__ __forceinline__ void release_value() {
     release(value_empty());
-    value_ring.advance();
+    if constexpr (!kApart) value_ring.advance();
   }
   __device__ __forceinline__ void release_query() {
     if (ptx::kEveryLaneArrives || lane() == 0) ptx::lane_arrive(query_empty());
@@ -131,18 +135,21 @@ struct WarpgroupProducts : WarpgroupState {
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    operands.issue_scores(scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
+    operands.issue_scores(p, scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
                           ptx::descriptor(key, JF_OFFSET(key), 0, KeyBlock::kGroupBytes));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
-    const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
-    operands.begin_output(p, block);
+    const uint32 value = start + kValueBytes / 8 * value_at().barrier_offset();
+    operands.begin_output(p, shared, value_at().stage(), block);
     ptx::wgmma_fence();
     const auto tile =
         ptx::descriptor(value, JF_OFFSET(value), ValueBlock::kBoxBytes, ValueBlock::kGroupBytes);
-    operands.issue_output(output, tile, accumulate);
+    operands.issue_output(p, shared, value_at().stage(), output, scores, tile, accumulate);
     ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void accept_output() {
+    operands.accept_output(shared, value_at().stage(), output, scores);
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
     wait_turn();
@@ -187,8 +194,8 @@ struct WarpgroupProducts : WarpgroupState {
       }
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
-    if (is_first) operands.begin_unit(p, unit(), warpgroup);
-    operands.begin_scores(p, kFloat8 && kListsBlocks ? listed_block().number() : next);
+    if (is_first) operands.begin_unit(p, shared, unit(), warpgroup);
+    operands.begin_scores(p, shared, key_ring.stage(), next);
     if constexpr (kHoldsDraws) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
@@ -424,7 +431,7 @@ struct Warpgroup : WarpgroupProducts {
     if constexpr (kClearsValues) {
       const int valid = unit().kv_length - value_block * kBlockKV;
       if (valid >= kBlockKV) return;
-      const uint32 base = ptx::shared_address(shared.value[value_ring.stage()]);
+      const uint32 base = ptx::shared_address(shared.value[value_at().stage()]);
       const int pieces = (kBlockKV - valid) * (kBoxRowBytes / 16);
       for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
         const int box = i / pieces;

@@ -30,7 +30,7 @@ struct Operands {
   int first_tile;      // of 64 keys, of the head
 
   // What brings the numbers back of a warpgroup's queries,
-  __device__ __forceinline__ void begin_unit(const ForwardParams& p, const UnitInfo& t,
+  __device__ __forceinline__ void begin_unit(const ForwardParams& p, Shared&, const UnitInfo& t,
                                              int warpgroup) {
     const float factor = halves::factor_of(p.query_factors, t.batch * p.query_heads + t.head,
                                            p.query_len, t.first_row + warpgroup * kWarpgroupRows);
@@ -42,10 +42,10 @@ struct Operands {
   __device__ __forceinline__ float factor_of(const float* factors, int block) const {
     return halves::factor_of(factors, first_tile + block * kBlockKV / halves::kRows);
   }
-  __device__ __forceinline__ void begin_scores(const ForwardParams& p, int block) {
+  __device__ __forceinline__ void begin_scores(const ForwardParams& p, const Shared&, int, int block) {
     logit_factor = query_factor * factor_of(p.key_factors, block);
   }
-  __device__ __forceinline__ void begin_output(const ForwardParams& p, int block) {
+  __device__ __forceinline__ void begin_output(const ForwardParams& p, const Shared&, int, int block) {
     value_factor = factor_of(p.value_factors, block);
   }
   // Before a softcap what brings scores back.
@@ -62,7 +62,7 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void issue_scores(Scores& scores, ptx::Descriptor query,
+  __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores, ptx::Descriptor query,
                                                ptx::Descriptor key) const {
     constexpr int kSteps = ceil_div(kHeadDim, 16), kBoxes = ceil_div(kHeadDim, kBoxColumns);
 #pragma unroll
@@ -74,7 +74,7 @@ struct Operands {
           key.at((planes.right * kBoxes + box) * kBlockKV * kBoxRowBytes + inner), i > 0);
     }
   }
-  __device__ __forceinline__ void issue_output(Output&, ptx::Descriptor value, int) {
+  __device__ __forceinline__ void issue_output(const ForwardParams&, const Shared&, int, Output&, Scores&, ptx::Descriptor value, int) {
     constexpr int kPlane = ceil_div(kValueDim, kBoxColumns) * kBlockKV * kBoxRowBytes;
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
@@ -83,7 +83,7 @@ struct Operands {
                               ptx::Descriptor{value.at(planes.right * kPlane)}, product > 0);
     }
   }
-  __device__ __forceinline__ void accept_output(Output& output) {
+  __device__ __forceinline__ void accept_output(const Shared&, int, Output& output, Scores&) {
     ptx::pin(block_output);
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) {

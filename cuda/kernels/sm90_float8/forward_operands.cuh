@@ -30,27 +30,36 @@ struct Operands {
   static constexpr bool kFindsTurn = false;
   static constexpr bool kNanMayBeWrong = false;
   uint32 weights[kBlockKV / 8];
-  static constexpr int kColumns = kValueColumns / kOutputs;  // of a part
-  float block_output[kColumns / 2];
+  // Columns of a part of a block's output.
+  static __device__ __forceinline__ constexpr int columns_of(int part) {
+    constexpr int kFirst = round_up(ceil_div(kValueColumns, kOutputs), 16);
+    return part == 0 ? kFirst : kValueColumns - kFirst;
+  }
+  float block_output[kApart ? 1 : kValueColumns / 2];
+  // False, which the compiler does not know.
+  static __device__ __forceinline__ bool never(const ForwardParams& p) {
+    return kApart && ptx::opaque(p.query_len) < 0;
+  }
   float value_factor;  // of block_output
-  float query_factor;  // times scale_log2, unless there is a softcap
   float logit_factor;  // the same of the block whose scores are on their way
-  int keys;            // of a head of scales: [B, blocks, K] from here on
 
-  // What brings the numbers back of a warpgroup's queries,
-  __device__ __forceinline__ void begin_unit(const ForwardParams& p, const UnitInfo& t,
-                                             int warpgroup) {
+  __device__ __forceinline__ void begin_unit(const ForwardParams& p, Shared& shared,
+                                             const UnitInfo& t, int warpgroup) {
     const int query = min(t.first_row + warpgroup * kWarpgroupRows, p.query_len - 1);
-    query_factor = p.query_scales[query_scale_at(p, t.batch, t.head, query)];
-    if constexpr (!kSoftcap) query_factor *= p.scale_log2;
-    keys = key_scale_at(p, t.batch, kv_head_of(p, t.head), 0);
+    float factor = p.query_scales[query_scale_at(p, t.batch, t.head, query)];
+    if constexpr (!kSoftcap) factor *= p.scale_log2;
+    shared.query_factors[ptx::opaque(threadIdx.x) / 32 - 4] = factor;
+    __syncwarp();
   }
-  // and of a block of keys or values.
-  __device__ __forceinline__ void begin_scores(const ForwardParams& p, int block) {
-    logit_factor = query_factor * p.key_scales[keys + max(block, 0) * p.kv_heads];
+  // What brings the numbers back of a block of keys, and of values.
+  __device__ __forceinline__ void begin_scores(const ForwardParams&, const Shared& shared,
+                                               int stage, int) {
+    const int warp = ptx::opaque(threadIdx.x) / 32 - 4;
+    logit_factor = shared.query_factors[warp] * shared.key_factors[stage];
   }
-  __device__ __forceinline__ void begin_output(const ForwardParams& p, int block) {
-    value_factor = p.value_scales[keys + block * p.kv_heads];
+  __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared& shared,
+                                               int stage, int) {
+    if constexpr (!kApart) value_factor = shared.value_factors[stage];
   }
   // Before a softcap what brings scores back.
   __device__ __forceinline__ void scale_capped(Scores& scores) const {
@@ -73,40 +82,68 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void issue_scores(Scores& scores, ptx::Descriptor query,
+  __device__ __forceinline__ void issue_scores(const ForwardParams& p, Scores& scores, ptx::Descriptor query,
                                                ptx::Descriptor key) const {
 #pragma unroll
     for (int i = 0; i < ceil_div(kHeadDim, 32); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
       ptx::wgmma_ss_float8(scores, query.at(box * kWarpgroupRows * kBoxRowBytes + inner),
-                           key.at(box * kBlockKV * kBoxRowBytes + inner), i > 0);
+                           key.at(box * kBlockKV * kBoxRowBytes + inner), i > 0 || never(p));
     }
+  }
+  template <int kPart>
+  static __device__ __forceinline__ auto& scores_of(Scores& scores) {
+    return reinterpret_cast<float(&)[columns_of(kPart) / 2]>(scores);
   }
   // All parts but the last have been added then.
-  __device__ __forceinline__ void issue_output(Output& output, ptx::Descriptor value, int) {
-#pragma unroll
-    for (int part = 0; part < kOutputs; ++part) {
-      if (part > 0) {
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        add_part(output, part - 1);
-        ptx::wgmma_fence();
-      }
-#pragma unroll
-      for (int i = 0; i < kBlockKV / 32; ++i) {
-        ptx::wgmma_rs_float8(block_output, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
-                             weights[4 * i + 3], value.at(part * kColumns * kBoxRowBytes + 32 * i),
-                             i > 0);
-      }
+  __device__ __forceinline__ void issue_output(const ForwardParams& p, const Shared& shared, int stage,
+                                               Output& output, Scores& scores, ptx::Descriptor value,
+                                               int) {
+    if constexpr (kApart) {
+      issue_parts<0>(p, shared, stage, output, scores, value);
+    } else {
+      issue_part<0>(p, block_output, value);
     }
   }
-  __device__ __forceinline__ void accept_output(Output& output) { add_part(output, kOutputs - 1); }
-  __device__ __forceinline__ void add_part(Output& output, int part) {
-    ptx::pin(block_output);
+  template <int kPart>
+  __device__ __forceinline__ void issue_parts(const ForwardParams& p, const Shared& shared, int stage,
+                                              Output& output, Scores& scores,
+                                              ptx::Descriptor value) {
+    issue_part<kPart>(p, scores_of<kPart>(scores), value);
+    if constexpr (kPart + 1 < kOutputs) {
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      add_part<kPart>(shared, stage, output, scores_of<kPart>(scores));
+      ptx::wgmma_fence();
+      issue_parts<kPart + 1>(p, shared, stage, output, scores, value);
+    }
+  }
+  __device__ __forceinline__ void accept_output(const Shared& shared, int stage, Output& output,
+                                                Scores& scores) {
+    if constexpr (kApart) {
+      add_part<kOutputs - 1>(shared, stage, output, scores_of<kOutputs - 1>(scores));
+    } else {
+      add_part<0>(shared, stage, output, block_output);
+    }
+  }
+  template <int kPart, int kCount>
+  __device__ __forceinline__ void issue_part(const ForwardParams& p, float (&sums)[kCount], ptx::Descriptor value) const {
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      float& sum = output[part * (kColumns / 2) + i];
-      sum = fmaf(block_output[i], value_factor, sum);
+    for (int i = 0; i < kBlockKV / 32; ++i) {
+      ptx::wgmma_rs_float8(sums, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
+                           weights[4 * i + 3], value.at(kPart * columns_of(0) * kBoxRowBytes + 32 * i),
+                           i > 0 || never(p));
+    }
+  }
+  template <int kPart, int kCount>
+  __device__ __forceinline__ void add_part(const Shared& shared, int stage, Output& output,
+                                           float (&sums)[kCount]) const {
+    ptx::pin(sums);
+    const float factor = kApart ? shared.value_factors[stage] : value_factor;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float& sum = output[kPart * (columns_of(0) / 2) + i];
+      sum = fmaf(sums[i], factor, sum);
     }
   }
 };

@@ -218,7 +218,7 @@ class ForwardSchedule:
         registers for it.
         """
         crowded = self._has("query_segments", "query_positions")
-        return not (crowded or self.tiling.drains or self.tiling.halves)
+        return not (crowded or self.tiling.drains or self.tiling.halves or self.tiling.apart)
 
     # The order of what is loaded.
 
