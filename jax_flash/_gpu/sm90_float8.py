@@ -109,5 +109,5 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
         apart=three or widest > 64,
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
-        producer_registers=56 if segments and widest > 64 else 40 if crowded else 24,
+        producer_registers=56 if segments and 64 < widest <= 128 else 40 if crowded or widest > 128 else 24,
     )

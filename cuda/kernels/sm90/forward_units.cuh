@@ -302,6 +302,7 @@ struct Consumer : UnitResults {
     release_value();
     begin_scores(scores);
     fetch_terms(next_block(unit()), false);
+    searches = searches_now();  // found again: kept from block to block it takes a register
     ptx::wgmma_wait<0>();
     pass_turn();
     if (!kListsWhole) block = next_block(unit());

@@ -341,6 +341,9 @@ struct Warpgroup : WarpgroupProducts {
       mask_scores<kBlockKV / 2, kKnown != kPartial && !kApart>(scores);
     }
   }
+  __device__ __forceinline__ bool searches_now() const {
+    return !softmax.is_started() || is_again(unit().number);
+  }
   // Weights of the unit's first block. Half of the warps see half of a diagonal one.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     apply_terms(scores);
@@ -351,7 +354,7 @@ struct Warpgroup : WarpgroupProducts {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
       softmax.start<kBlockKV / 2>(scores, operands.logit_scale(p), among_exponentials());
     }
-    searches = !softmax.is_started() || is_again(unit().number);
+    searches = searches_now();
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   template <Known kKnown>
@@ -407,7 +410,7 @@ struct Warpgroup : WarpgroupProducts {
       rescale = softmax.extend<kAsksRow>(scores, operands.logit_scale(p), searches, correction,
                                          among_exponentials());
     }
-    if (searches) searches = !softmax.is_started() || is_again(unit().number);
+    if (searches) searches = searches_now();
     return rescale;
   }
   __device__ __forceinline__ void draw_after() {
