@@ -27,7 +27,7 @@ _COMPUTED = (
     *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
     *("query_positions", "key_value_positions", "sinks", "block_numbers", "block_bits"),
 )
-_WIDEST, _WIDEST_OF_SEGMENTS = 256, 256
+_NARROW, _WIDE = 128, (192, 256)  # head dims: up to this one, and these
 
 
 class Sm90Float8(Family):
@@ -46,12 +46,13 @@ class Sm90Float8(Family):
             reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
         if call.target == "quantise":
             return (*reasons, *sm90_quantise.refuse(call, shapes))  # pyright: ignore
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > _WIDEST]
-        reasons += [f"{kernels} take head dims up to {_WIDEST}, not {dim}" for dim in wide]
-        widest = max(shapes.head_dim, shapes.value_dim)
-        if "query_segments" in problem.terms and widest > _WIDEST_OF_SEGMENTS:  # 68 bytes spilled
-            text = f"segment ids at head dims up to {_WIDEST_OF_SEGMENTS}, not {widest}"
-            reasons.append(f"{kernels} take {text}")
+        dims = shapes.head_dim, shapes.value_dim
+        others = [dim for dim in dims if dim > _NARROW and dim not in _WIDE]
+        wide = f"{_WIDE[0]} or {_WIDE[1]}"
+        reasons += [f"{kernels} take head dims up to {_NARROW}, {wide}, not {dim}" for dim in others]
+        if max(dims) > _NARROW and is_crowded(problem):  # up to 200 bytes were spilled
+            text = "no left window, softcap, segment ids, positions or block mask"
+            reasons.append(f"{kernels} take {text} at head dims above {_NARROW}")
         absent = [term for term in problem.terms if term not in _COMPUTED]
         reasons += [f"{kernels} have no {TERMS[term].feature}" for term in absent]
         if call.fine:  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,23 +92,31 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the tiling: blocks are 128 keys, of which a row of shared memory has one column."""
     widest = max(shapes.head_dim, shapes.value_dim)
     uneven = problem.window[1] is not None or bool(problem.terms)
-    # What leaves consumers no registers for a block's output beside the next scores; the producer
-    # has none of the consumers' for ids.
-    segments = "query_segments" in problem.terms
-    crowded = segments or "query_positions" in problem.terms or problem.masked
-    crowded = crowded or problem.window[0] is not None or problem.softcap is not None
-    # Three warpgroups hide one another's waits; scores and a block's output share registers.
-    three = widest <= 128 and not crowded
+    segments, crowded = "query_segments" in problem.terms, is_crowded(problem)
+    limited = problem.window[0] is not None or problem.softcap is not None
+    positions = "query_positions" in problem.terms
+    fits = not (positions or problem.masked or (segments and limited))
+    # Three warpgroups hide one another's waits. Each has registers for its output and for scores,
+    # which a block's output takes the place of.
+    three = fits if widest <= 64 else widest <= _NARROW and not crowded
     return ForwardTiling(
         shapes.head_dim,
         shapes.value_dim,
         block_kv=128,
         consumers=3 if three else 2,
-        stages=4 if widest <= 128 else 3,
+        stages=4 if widest <= _NARROW else 3,
         ping_pong=crowded,  # else 1 to 4 % slower
         float8=True,
-        apart=three or widest > 64,
+        apart=True,
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
-        producer_registers=56 if segments and 64 < widest <= 128 else 40 if crowded or widest > 128 else 24,
+        # Ids of segments take the producer's; of two warpgroups 24 are too few for scales.
+        producer_registers=56 if segments and widest > 64 else 40,
     )
+
+
+def is_crowded(problem: Problem) -> bool:
+    """Tells of terms that need registers of a consumer's in every block."""
+    ids = "query_segments" in problem.terms or "query_positions" in problem.terms
+    limits = problem.window[0], problem.softcap
+    return ids or problem.masked or limits != (None, None)

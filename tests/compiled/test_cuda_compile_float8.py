@@ -32,16 +32,22 @@ CALLS = {
         "causal": CAUSAL,
         "everything": FEATURES["everything"],
         "positions": {"terms": POSITIONS},
+        "segments": CAUSAL | {"terms": SEGMENTS},
+        "block mask": BLOCKS,
     },
     96: {"segments": CAUSAL | {"terms": SEGMENTS}, "everything": FEATURES["everything"]},
     128: {
+        "full": {},
         "causal": CAUSAL,
+        "segments": CAUSAL | {"terms": SEGMENTS},
         "lengths, sinks": CAUSAL | {"terms": (*LENGTHS, "sinks")},
         "positions, softcap": CAUSAL | {"terms": POSITIONS, "softcap": 30.0},
         "window": {"window": (100, 20)},
         "window, lengths, sinks": {"window": (100, 0), "terms": (*LENGTHS, "sinks")},
         "block mask": BLOCKS,
     },
+    192: {"causal": CAUSAL, "of 128, lengths, sinks": CAUSAL | {"terms": (*LENGTHS, "sinks")}},
+    256: {"full": {}, "causal": CAUSAL},
 }
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -52,7 +58,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 )
 def test_forward_of_float8_compiles_without_spills(dim: int, name: str, out_dtype: str):
     problem = dataclasses.replace(PLAIN, dtype=DTYPE, **CALLS[dim][name])
-    shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+    shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=128 if "of 128" in name else dim)
     if "block" in name:
         shapes = dataclasses.replace(shapes, block_mask=BlockMaskShape(1, 1, 128))
     call = Float8(problem, None, out_dtype)

@@ -1,4 +1,4 @@
-// The forward pass of float8 (e4m3) with scales, head dims up to 128; constants as sm90/forward.cuh
+// The forward pass of float8 (e4m3) with scales; constants as sm90/forward.cuh
 // has them, and its kernel but for the operands.
 #pragma once
 

@@ -15,10 +15,13 @@
 
 namespace forward {
 
-static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale);
+static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale && kApart);
 
 // Tensor cores keep 14 bits of a sum of float8: those of one block start at zero, and are added to
-// the others by `fma`, with the factor of the block's values.
+// the others by `fma`, with the factor of the block's values. They take the registers of its
+// scores, which are weights then: three warpgroups of 128 columns have no others. So `Scores` are
+// what a product adds to even where it begins at zero (`never`), or ptxas lets the sums of one
+// product and the next one live side by side, and spills 1,300 bytes.
 struct Operands {
   // Up to 448. The largest weight of the first block is 64; a sum of a thread's 32 up to the limit
   // leaves none beyond it. From 16 on few bits are left of small ones: 1.5 % more error.
@@ -30,37 +33,39 @@ struct Operands {
   static constexpr bool kFindsTurn = false;
   static constexpr bool kNanMayBeWrong = false;
   uint32 weights[kBlockKV / 8];
-  // Columns of a part of a block's output.
+  float logit_factor;  // what brings scores back that are on their way
+
+  // Columns of a part of a block's output, no more than a block has keys.
   static __device__ __forceinline__ constexpr int columns_of(int part) {
     constexpr int kFirst = round_up(ceil_div(kValueColumns, kOutputs), 16);
+    static_assert(kFirst <= kBlockKV && kOutputs <= 2);
     return part == 0 ? kFirst : kValueColumns - kFirst;
   }
-  float block_output[kApart ? 1 : kValueColumns / 2];
+  template <int kPart>
+  static __device__ __forceinline__ auto& sums_of(Scores& scores) {
+    return reinterpret_cast<float(&)[columns_of(kPart) / 2]>(scores);
+  }
   // False, which the compiler does not know.
   static __device__ __forceinline__ bool never(const ForwardParams& p) {
-    return kApart && ptx::opaque(p.query_len) < 0;
+    return ptx::opaque(p.query_len) < 0;
   }
-  float value_factor;  // of block_output
-  float logit_factor;  // the same of the block whose scores are on their way
 
+  // The factor of a unit's queries is read of shared memory for each block: held, it is spilled.
   __device__ __forceinline__ void begin_unit(const ForwardParams& p, Shared& shared,
                                              const UnitInfo& t, int warpgroup) {
     const int query = min(t.first_row + warpgroup * kWarpgroupRows, p.query_len - 1);
     float factor = p.query_scales[query_scale_at(p, t.batch, t.head, query)];
     if constexpr (!kSoftcap) factor *= p.scale_log2;
-    shared.query_factors[ptx::opaque(threadIdx.x) / 32 - 4] = factor;
+    shared.query_factors[warp()] = factor;
     __syncwarp();
   }
-  // What brings the numbers back of a block of keys, and of values.
   __device__ __forceinline__ void begin_scores(const ForwardParams&, const Shared& shared,
                                                int stage, int) {
-    const int warp = ptx::opaque(threadIdx.x) / 32 - 4;
-    logit_factor = shared.query_factors[warp] * shared.key_factors[stage];
+    logit_factor = shared.query_factors[warp()] * shared.key_factors[stage];
   }
-  __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared& shared,
-                                               int stage, int) {
-    if constexpr (!kApart) value_factor = shared.value_factors[stage];
-  }
+  __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared&, int, int) {}
+  // This one's number among the consumers'.
+  static __device__ __forceinline__ int warp() { return ptx::opaque(threadIdx.x) / 32 - 4; }
   // Before a softcap what brings scores back.
   __device__ __forceinline__ void scale_capped(Scores& scores) const {
     if constexpr (kSoftcap) {
@@ -82,8 +87,8 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void issue_scores(const ForwardParams& p, Scores& scores, ptx::Descriptor query,
-                                               ptx::Descriptor key) const {
+  __device__ __forceinline__ void issue_scores(const ForwardParams& p, Scores& scores,
+                                               ptx::Descriptor query, ptx::Descriptor key) const {
 #pragma unroll
     for (int i = 0; i < ceil_div(kHeadDim, 32); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
@@ -91,58 +96,44 @@ struct Operands {
                            key.at(box * kBlockKV * kBoxRowBytes + inner), i > 0 || never(p));
     }
   }
-  template <int kPart>
-  static __device__ __forceinline__ auto& scores_of(Scores& scores) {
-    return reinterpret_cast<float(&)[columns_of(kPart) / 2]>(scores);
+  // All parts but the last have been added then. `stage`: the buffer of the values.
+  __device__ __forceinline__ void issue_output(const ForwardParams& p, const Shared& shared,
+                                               int stage, Output& output, Scores& scores,
+                                               ptx::Descriptor value, int) const {
+    issue_from<0>(p, shared, stage, output, scores, value);
   }
-  // All parts but the last have been added then.
-  __device__ __forceinline__ void issue_output(const ForwardParams& p, const Shared& shared, int stage,
-                                               Output& output, Scores& scores, ptx::Descriptor value,
-                                               int) {
-    if constexpr (kApart) {
-      issue_parts<0>(p, shared, stage, output, scores, value);
-    } else {
-      issue_part<0>(p, block_output, value);
+  template <int kPart>
+  __device__ __forceinline__ void issue_from(const ForwardParams& p, const Shared& shared,
+                                             int stage, Output& output, Scores& scores,
+                                             ptx::Descriptor value) const {
+#pragma unroll
+    for (int i = 0; i < kBlockKV / 32; ++i) {
+      const uint32(&w)[4] = reinterpret_cast<const uint32(&)[4]>(weights[4 * i]);
+      ptx::wgmma_rs_float8(sums_of<kPart>(scores), w[0], w[1], w[2], w[3],
+                           value.at(kPart * columns_of(0) * kBoxRowBytes + 32 * i),
+                           i > 0 || never(p));
     }
-  }
-  template <int kPart>
-  __device__ __forceinline__ void issue_parts(const ForwardParams& p, const Shared& shared, int stage,
-                                              Output& output, Scores& scores,
-                                              ptx::Descriptor value) {
-    issue_part<kPart>(p, scores_of<kPart>(scores), value);
     if constexpr (kPart + 1 < kOutputs) {
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
-      add_part<kPart>(shared, stage, output, scores_of<kPart>(scores));
+      add_part<kPart>(shared, stage, output, scores);
       ptx::wgmma_fence();
-      issue_parts<kPart + 1>(p, shared, stage, output, scores, value);
+      issue_from<kPart + 1>(p, shared, stage, output, scores, value);
     }
   }
   __device__ __forceinline__ void accept_output(const Shared& shared, int stage, Output& output,
-                                                Scores& scores) {
-    if constexpr (kApart) {
-      add_part<kOutputs - 1>(shared, stage, output, scores_of<kOutputs - 1>(scores));
-    } else {
-      add_part<0>(shared, stage, output, block_output);
-    }
+                                                Scores& scores) const {
+    add_part<kOutputs - 1>(shared, stage, output, scores);
   }
-  template <int kPart, int kCount>
-  __device__ __forceinline__ void issue_part(const ForwardParams& p, float (&sums)[kCount], ptx::Descriptor value) const {
-#pragma unroll
-    for (int i = 0; i < kBlockKV / 32; ++i) {
-      ptx::wgmma_rs_float8(sums, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
-                           weights[4 * i + 3], value.at(kPart * columns_of(0) * kBoxRowBytes + 32 * i),
-                           i > 0 || never(p));
-    }
-  }
-  template <int kPart, int kCount>
+  template <int kPart>
   __device__ __forceinline__ void add_part(const Shared& shared, int stage, Output& output,
-                                           float (&sums)[kCount]) const {
+                                           Scores& scores) const {
+    auto& sums = sums_of<kPart>(scores);
     ptx::pin(sums);
-    const float factor = kApart ? shared.value_factors[stage] : value_factor;
+    const float factor = shared.value_factors[stage];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      float& sum = output[kPart * (columns_of(0) / 2) + i];
+    for (int i = 0; i < columns_of(kPart) / 2; ++i) {
+      float& sum = output[kPart * columns_of(0) / 2 + i];
       sum = fmaf(sums[i], factor, sum);
     }
   }

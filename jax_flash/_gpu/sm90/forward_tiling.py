@@ -92,7 +92,7 @@ class ForwardTiling:
 
     @property
     def outputs(self) -> int:
-        """Parts of a block's output: two leave registers for terms, where scores are apart."""
+        """Parts of a block's output of float8, which take the place of its scores."""
         columns = -(-self.value_dim // 16) * 16
         return 2 if self.float8 and columns > 128 else 1
 
