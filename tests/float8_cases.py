@@ -151,6 +151,12 @@ LENGTHS = {
 SHUFFLED = np.random.default_rng(1).permutation(200).astype("int32")[None]
 CALLS = {
     "causal, grouped, 128": Float8Call(300, 300, 128, heads=(4, 2), options={"is_causal": True}),
+    "causal, grouped, 256": Float8Call(200, 300, 256, heads=(2, 1), options={"is_causal": True}),
+    "192/128, hidden NaN": Float8Call(
+        *(100, 300, 192, 128),
+        hidden=slice(290, 300),
+        options={"key_value_seq_lengths": np.int32([290])},
+    ),
     "T 1, float32": Float8Call(1, 700, 128, options={"out_dtype": "float32"}),
     "lengths, causal, grouped, 64": Float8Call(
         *(300, 300, 64),

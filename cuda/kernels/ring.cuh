@@ -32,7 +32,9 @@ struct Ring<kStages, true> {  // one register
   __device__ __forceinline__ int barrier_offset() const { return passed % (8 * kStages); }
   __device__ __forceinline__ uint32 parity() const { return passed / (8 * kStages) & 1; }
   __device__ __forceinline__ void advance() { passed += 8; }
-  __device__ __forceinline__ Ring before() const { return {static_cast<uint32>(ptx::opaque(static_cast<int>(passed))) - 8}; }
+  __device__ __forceinline__ Ring before() const {
+    return {static_cast<uint32>(ptx::opaque(static_cast<int>(passed))) - 8};
+  }
 };
 
 // The same of a ring's use number `use`, where one count serves rings of several lengths: one

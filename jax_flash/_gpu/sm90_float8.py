@@ -49,7 +49,9 @@ class Sm90Float8(Family):
         dims = shapes.head_dim, shapes.value_dim
         others = [dim for dim in dims if dim > _NARROW and dim not in _WIDE]
         wide = f"{_WIDE[0]} or {_WIDE[1]}"
-        reasons += [f"{kernels} take head dims up to {_NARROW}, {wide}, not {dim}" for dim in others]
+        reasons += [
+            f"{kernels} take head dims up to {_NARROW}, {wide}, not {dim}" for dim in others
+        ]
         if max(dims) > _NARROW and is_crowded(problem):  # up to 200 bytes were spilled
             text = "no left window, softcap, segment ids, positions or block mask"
             reasons.append(f"{kernels} take {text} at head dims above {_NARROW}")

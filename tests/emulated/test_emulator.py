@@ -90,7 +90,7 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
         ),
         pytest.param(
             "sm90/forward_warpgroup.cuh",
-            "ptx::barrier_wait(value_full(), value_ring.parity());", "",
+            "ptx::barrier_wait(value_full(), value_at().parity());", "",
             "a CTA ends with copies in flight", id="values are not waited for",
         ),
         pytest.param(
@@ -136,7 +136,7 @@ def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator
             "        return true;", BACKWARDS, id="a product is not waited for",
         ),
         pytest.param(
-            "sm90/forward_warpgroup.cuh", "kValueBytes / 8 * value_ring.barrier_offset()",
+            "sm90/forward_warpgroup.cuh", "kValueBytes / 8 * value_at().barrier_offset()",
             "kValueBytes / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
         ),
         pytest.param(

@@ -68,9 +68,7 @@ struct Loads {
     if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(unit, block));
     if (loads()) {
       float factor;  // on its way while the buffer is in use
-      if constexpr (kFloat8) {
-        factor = p.key_scales[key_scale_at(p, unit.batch, head, block * kBlockKV)];
-      }
+      if constexpr (kFloat8) factor = key_scale(p, unit.batch, head, block);
       wait_empty(&shared.key_empty[stage], ring.parity());
       if constexpr (kFloat8) shared.key_factors[stage] = factor;
       if constexpr (kListsBlocks) {
@@ -80,6 +78,17 @@ struct Loads {
                                block, unit.batch, walk.origin(), kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
+  }
+  // The scales of a block of float8. Templates: others have none.
+  template <class Params>
+  static __device__ __forceinline__ float key_scale(const Params& p, int batch, int head,
+                                                    int block) {
+    return p.key_scales[key_scale_at(p, batch, head, block * kBlockKV)];
+  }
+  template <class Params>
+  static __device__ __forceinline__ float value_scale(const Params& p, int batch, int head,
+                                                      int block) {
+    return p.value_scales[key_scale_at(p, batch, head, block * kBlockKV)];
   }
   // With kFromPages: the block by all lanes, which have found its pages.
   template <int kDim>
@@ -125,9 +134,7 @@ struct Loads {
                              &shared.value_empty[stage], head, block);
     } else if (loads()) {
       float factor;
-      if constexpr (kFloat8) {
-        factor = p.value_scales[key_scale_at(p, batch, head, block * kBlockKV)];
-      }
+      if constexpr (kFloat8) factor = value_scale(p, batch, head, block);
       wait_empty(&shared.value_empty[stage], ring.parity());
       if constexpr (kFloat8) {
         shared.value_factors[stage] = factor;

@@ -36,8 +36,8 @@ struct Operands {
   }
 
   // Issue, do not wait: scores[64, N] = q[64, H] k[N, H]^T, both K-major,
-  __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores, ptx::Descriptor query,
-                                               ptx::Descriptor key) const {
+  __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores,
+                                               ptx::Descriptor query, ptx::Descriptor key) const {
 #pragma unroll
     for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
@@ -46,12 +46,15 @@ struct Operands {
     }
   }
   // and the output of the block.
-  __device__ __forceinline__ void issue_output(const ForwardParams&, const Shared&, int, Output& output, Scores&, ptx::Descriptor value,
+  __device__ __forceinline__ void issue_output(const ForwardParams&, const Shared&, int,
+                                               Output& output, Scores&, ptx::Descriptor value,
                                                int accumulate) const {
     multiply_rows<kBlockKV, ValueBlock::kGroupBytes>(output, weights, value, accumulate);
   }
   // After the wait for it.
-  __device__ __forceinline__ void accept_output(const Shared&, int, Output& output, Scores&) { ptx::pin(output); }
+  __device__ __forceinline__ void accept_output(const Shared&, int, Output& output, Scores&) {
+    ptx::pin(output);
+  }
 };
 
 }  // namespace forward

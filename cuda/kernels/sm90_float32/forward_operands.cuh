@@ -42,10 +42,12 @@ struct Operands {
   __device__ __forceinline__ float factor_of(const float* factors, int block) const {
     return halves::factor_of(factors, first_tile + block * kBlockKV / halves::kRows);
   }
-  __device__ __forceinline__ void begin_scores(const ForwardParams& p, const Shared&, int, int block) {
+  __device__ __forceinline__ void begin_scores(const ForwardParams& p, const Shared&, int,
+                                               int block) {
     logit_factor = query_factor * factor_of(p.key_factors, block);
   }
-  __device__ __forceinline__ void begin_output(const ForwardParams& p, const Shared&, int, int block) {
+  __device__ __forceinline__ void begin_output(const ForwardParams& p, const Shared&, int,
+                                               int block) {
     value_factor = factor_of(p.value_factors, block);
   }
   // Before a softcap what brings scores back.
@@ -62,8 +64,8 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores, ptx::Descriptor query,
-                                               ptx::Descriptor key) const {
+  __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores,
+                                               ptx::Descriptor query, ptx::Descriptor key) const {
     constexpr int kSteps = ceil_div(kHeadDim, 16), kBoxes = ceil_div(kHeadDim, kBoxColumns);
 #pragma unroll
     for (int i = 0; i < kProducts * kSteps; ++i) {
@@ -74,7 +76,8 @@ struct Operands {
           key.at((planes.right * kBoxes + box) * kBlockKV * kBoxRowBytes + inner), i > 0);
     }
   }
-  __device__ __forceinline__ void issue_output(const ForwardParams&, const Shared&, int, Output&, Scores&, ptx::Descriptor value, int) {
+  __device__ __forceinline__ void issue_output(const ForwardParams&, const Shared&, int, Output&,
+                                               Scores&, ptx::Descriptor value, int) {
     constexpr int kPlane = ceil_div(kValueDim, kBoxColumns) * kBlockKV * kBoxRowBytes;
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {

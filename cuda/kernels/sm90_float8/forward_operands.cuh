@@ -43,7 +43,7 @@ struct Operands {
   }
   template <int kPart>
   static __device__ __forceinline__ auto& sums_of(Scores& scores) {
-    return reinterpret_cast<float(&)[columns_of(kPart) / 2]>(scores);
+    return reinterpret_cast<float (&)[columns_of(kPart) / 2]>(scores);
   }
   // False, which the compiler does not know.
   static __device__ __forceinline__ bool never(const ForwardParams& p) {
