@@ -23,7 +23,7 @@ static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale && k
 // what a product adds to even where it begins at zero (`never`), or ptxas lets the sums of one
 // product and the next one live side by side, and spills 1,300 bytes.
 struct Operands {
-  // Up to 448. The largest weight of the first block is 64; a sum of a thread's 32 up to the limit
+  // Up to 448. The largest weight of the first block is 64; a sum of a thread's 16 up to the limit
   // leaves none beyond it. From 16 on few bits are left of small ones: 1.5 % more error.
   struct Weight {
     static constexpr int kHeadroom = -6;
