@@ -95,9 +95,7 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     widest = max(shapes.head_dim, shapes.value_dim)
     uneven = problem.window[1] is not None or bool(problem.terms)
     segments, crowded = "query_segments" in problem.terms, is_crowded(problem)
-    limited = problem.window[0] is not None or problem.softcap is not None
-    positions = "query_positions" in problem.terms
-    fits = not (positions or problem.masked or (segments and limited))
+    fits = not (segments or "query_positions" in problem.terms or problem.masked)
     # Three warpgroups hide one another's waits. Each has registers for its output and for scores,
     # which a block's output takes the place of.
     three = fits if widest <= 64 else widest <= _NARROW and not crowded
