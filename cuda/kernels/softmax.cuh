@@ -227,7 +227,7 @@ struct SoftmaxState {
       apart[row] = fabsf(added[row][0] - added[row][1]);
       sum[row] += both;
       const float least = threshold(sum[row], ptx::power_of_two(-kHeadroom));
-      // Of float8 each half's sum keeps its weights to the limit: both together pass it in six
+      // With float8 each half's sum keeps its weights to the limit: both together pass it in six
       // rows of a hundred (normal scores), each time for hundreds of cycles.
       const float limited = kHeadroom < 0 ? fmaxf(added[row][0], added[row][1]) : both;
       differs = differs || limited > Element::kSumLimit || apart[row] > least;
