@@ -227,10 +227,9 @@ struct SoftmaxState {
       apart[row] = fabsf(added[row][0] - added[row][1]);
       sum[row] += both;
       const float least = threshold(sum[row], ptx::power_of_two(-kHeadroom));
-      // With float8 each half's sum keeps its weights to the limit: both together pass it in six
-      // rows of a hundred (normal scores), each time for hundreds of cycles.
-      const float limited = kHeadroom < 0 ? fmaxf(added[row][0], added[row][1]) : both;
-      differs = differs || limited > Element::kSumLimit || apart[row] > least;
+      // Where each half limits its weights: both pass the limit too often (float8).
+      const float most = kHeadroom < 0 ? fmaxf(added[row][0], added[row][1]) : both;
+      differs = differs || most > Element::kSumLimit || apart[row] > least;
     }
     return differs;
   }
@@ -267,9 +266,7 @@ struct SoftmaxState {
       }
     }
   }
-  // A thread's sum of a block comes to this at most where bases rise: at the limit itself the next
-  // blocks would pass it again, each for hundreds of cycles (an H100, one round, float8, d128: 2 %
-  // slower, causal 4 %; in the emulator the error of N(0, 1) is 2 % less).
+  // A thread's sum of a block comes to this where bases rise: the next would pass the limit itself.
   static constexpr float kCalmSum = Element::kSumLimit / 2;
   // The largest of a row's four threads' sums.
   template <int kCount>
