@@ -6,6 +6,7 @@ from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._key_weights import key_weights
+from jax_flash._latent_rows import pack_latent, unpack_latent
 from jax_flash._merge import merge
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
@@ -36,10 +37,12 @@ __all__ = [
     "key_weights",
     "masks",
     "merge",
+    "pack_latent",
     "paged_tpu",
     "ragged_paged_attention",
     "reference",
     "rotate",
     "scores",
     "stack_block_masks",
+    "unpack_latent",
 ]

@@ -70,6 +70,8 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     if call.problem.score is not None:
         return ("the CPU kernels have no score functions",)
+    if call.cached and call.cache_dtype == "uint8":
+        return ("the CPU kernels have no packed rows of latent attention",)
     return ()
 
 
@@ -212,7 +214,7 @@ def _padded(named: dict[str, jax.Array], shapes: Shapes) -> dict[str, jax.Array]
     """Adds columns of zeros to operands by name, up to these sizes."""
 
     def padded(x: jax.Array, columns: int) -> jax.Array:
-        missing = columns - x.shape[-1]
+        missing = max(columns - x.shape[-1], 0)  # packed rows have bytes, not features
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
     return {

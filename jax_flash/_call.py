@@ -19,7 +19,8 @@ from jax_flash._terms import TERMS, is_capture
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
 # heads, H and V features, W words, U ids, P pages, M pages of a row, Q and R requests, A elements
 # of an array that a function of the scores reads, F, G and L blocks of positions that share a scale
-# of q, k and v, Y positions of columns of values; I, J, C, D, E, X: see _terms.py.
+# of q, k and v, Y positions of columns of values,
+# Z bytes of a packed row; I, J, C, D, E, X: see _terms.py.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",

@@ -45,7 +45,7 @@ from jax_flash._backends import warn_once
 from jax_flash._call import Call
 from jax_flash._terms import is_capture, sum_dtype
 
-_WHOLE = tuple("TSHVWUPMQRIJCDEAFGLXY")  # dims of `_call.dims` that are not split
+_WHOLE = tuple("TSHVWUPMQRIJCDEAFGLXYZ")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 _SHARDY = "jax_use_shardy_partitioner"
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash import _cache, _chosen
+from jax_flash import _cache, _chosen, _latent_rows
 from jax_flash._problem import Problem
 from jax_flash._products import dot
 from jax_flash._seen import split_bad
@@ -240,7 +240,7 @@ class _Pass:
         page, slot = slots // size, slots % size
 
         def read(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-            stored = _chosen.gather(x, page, slot)
+            stored = _latent_rows.plain(_chosen.gather(x, page, slot))
             if scale is None:
                 return stored
             return stored.astype(self.problem.sum_dtype) * _cache.of_pages(scale, page)[..., None]
@@ -294,6 +294,7 @@ class _Pass:
         """Reads one block of every row, `[B, s, K, H]`; what has no page may hold anything."""
 
         def scaled(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+            stored = _latent_rows.plain(stored)
             return stored if scale is None else stored.astype(self.problem.sum_dtype) * scale
 
         if self.page_table is None:

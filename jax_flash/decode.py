@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import ArrayLike
 
-from jax_flash import _cache, _rotary, _validate
+from jax_flash import _cache, _latent_rows, _rotary, _validate
 from jax_flash._keywords import hinted
 from jax_flash._ops import decode as _op
 from jax_flash._validate import decode as _validate_decode
@@ -86,7 +86,8 @@ def decode_attention(
       query: `[*B, T, N, H]`, T from 1 to 64, float32, bfloat16, float16, or in x64 mode float64.
       key_cache: `[*B, L, K, H]`, or with a page table pages `[P, S, K, H]` of S positions each, in
         query's dtype, or float8_e4m3fn or int8 with scales; K divides N, and query head n reads
-        head n // (N // K).
+        head n // (N // K). Or uint8 `[..., 1, 656]`, rows as `pack_latent` packs them, for queries
+        of bfloat16 and 576 features, value_dim 512.
       value_cache: `[*B, L, K, Hv]` or `[P, S, K, Hv]`; None: the values are the first `value_dim`
         features of the keys, as in latent attention (there K 1, H 576, value_dim 512).
       lengths: int32 `[*B]`, positions in the cache when the call returns, the new ones included.
@@ -217,6 +218,8 @@ def fill_cache(
         positions = first[..., None] + positions
     caches.look(lengths, lambda: first, lambda: jnp.minimum(stop, first + new.shape[-3]))
     positions = jnp.where(positions < stop[..., None], positions, -1)
+    if caches.latent_rows:
+        arrays = [_latent_rows.pack_latent(x) for x in arrays]
     filled = [
         _cache.write(cache, x, positions, caches.page_table, scale=caches.scales.get(scale))
         for cache, x, scale in zip(

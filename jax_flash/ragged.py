@@ -99,7 +99,8 @@ def ragged_paged_attention(
     Arguments:
       query: `[tokens, N, H]`, float32, bfloat16, float16, or in x64 mode float64.
       key_pages: `[P, S, K, H]`, P pages of S positions each, in query's dtype, or float8_e4m3fn or
-        int8 with scales; K divides N, and query head n reads head n // (N // K).
+        int8 with scales; K divides N, and query head n reads head n // (N // K). Or uint8
+        `[P, S, 1, 656]`, packed rows as in `decode_attention`, without shared_pages and ancestors.
       value_pages: `[P, S, K, Hv]`; None: the values are the first `value_dim` features of the keys.
       lengths: int32 `[B]`, positions of each request when the call returns, the new ones included.
       page_table: int32 `[B, M]`; position p of request b is in slot p % S of page

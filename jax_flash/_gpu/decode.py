@@ -51,6 +51,8 @@ class _Decode(Family):
             reasons.append(f"the CUDA kernels take float32, bfloat16 and float16, not {dtype}")
         if call.quantized is not None:
             reasons += _refuse_quantized(call, dims, gpu)
+        if call.latent_rows:
+            reasons.append("the CUDA kernels of decoding have no packed rows of latent attention")
         if self.tma and not _fits_tma(call, shapes):
             reasons.append(
                 "the CUDA kernels of decoding by TMA take rows of 16-bit elements, or of eight "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jax_flash import _latent_rows
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Buffer, Kernel, Launch
 from jax_flash._gpu.shared_fields import LOG2E, MAX_INT, window_side
@@ -54,7 +55,7 @@ def _buffer(call: Any, shapes: Shapes, name: str) -> Buffer:
     pages = "*P" if call.paged else "*B"
     dims = {
         "q": ("*B", "T", "N", key),
-        "k": (pages, "page", "K", key),
+        "k": (pages, "page", "K", str(_latent_rows.BYTES) if call.latent_rows else key),
         "v": (pages, "page", "K", value),
         "lengths": ("*B",),
         "page_table": ("*B", "columns"),
@@ -131,7 +132,7 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
     rows = (tiling.parts * tiling.shares, 2, tiling.heads * tiling.head_rows)  # see partial_row
 
     def blocks(buffer: str | None, dim: int) -> Map | None:
-        if not tma or buffer is None:
+        if not tma or buffer is None or call.latent_rows:
             return None
         return Map(buffer, dtype, (pages, PAGE, K, dim), tiling.box_rows)
 

@@ -58,7 +58,9 @@ class Sm90Latent(Family):
             )
         if shapes.kv_heads != 1:
             reasons.append(f"{kernels} take one kv head, not {shapes.kv_heads}")
-        if (rows := _rows(shapes)) < _FEWEST_ROWS:
+        if call.latent_rows and call.problem.dtype != "bfloat16":
+            reasons.append(f"{kernels} take packed rows with queries of bfloat16")
+        if (rows := _rows(shapes)) < _FEWEST_ROWS and not call.latent_rows:
             reasons.append(
                 f"{kernels} multiply {_ROWS} query rows at a time, and {rows} share a key here"
             )
@@ -95,6 +97,7 @@ class LatentTiling:
     parts: int  # equal ones, that all blocks of the batch are cut into
     shares: int  # CTAs of a part: groups of query rows
     box_rows: int  # positions that TMA loads at once: in one page for sure
+    latent_rows: bool = False  # packed rows, which come through shared memory
 
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
@@ -111,7 +114,8 @@ class LatentTiling:
         tiles = 3 * self.block_kv * 2 * self.head_dim
         told = 4 * (2 + 4) * self.head_rows + 4 * 2 * self.block_kv
         barriers = 8 * (2 * (self.head_dim // 64 + 2) + 2)
-        return tiles + told + barriers + 8
+        incoming = 4 * 128 * 16 + 8 if self.latent_rows else 0  # a multiple of 16 in all
+        return tiles + told + barriers + 8 + incoming
 
     def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, by name."""
@@ -133,6 +137,10 @@ class LatentTiling:
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": False,
             "kPaged": call.paged,
+            "kPackedRows": self.latent_rows,
+            # TMA takes some 60 cycles of a warp for each row of a box that lies by itself. So rows
+            # that may lie anywhere come by cp.async, 16 bytes a thread, as packed ones do.
+            "kByThreads": self.box_rows == 1 or self.latent_rows,
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
             "kRotates": False,
@@ -152,6 +160,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
         parts=max(least, _parts(shapes.batch, most)),
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
+        latent_rows=call.latent_rows,
     )
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_flash import _backends, _chosen, blockwise_decode
+from jax_flash import _backends, _cache, _chosen, _latent_rows, blockwise_decode
 from jax_flash._call import Call
 from jax_flash._ops import primitive
 from jax_flash._problem import Problem, Shapes
@@ -42,6 +42,7 @@ class Decode(Call):
       paged: there is a page table.
       appends: there are new keys, and values unless k holds them.
       quantized: the dtype of k and v, one of `_cache.QUANTIZED`, which have scales then; None: q's.
+      latent_rows: k is uint8, rows of latent attention that are packed (`_latent_rows.py`).
       packs: the page table has pages below 0, which are left out (`_chosen.pack`); lengths say no
         more than which rows are refused, by what is beyond the table.
     """
@@ -51,6 +52,7 @@ class Decode(Call):
     paged: bool = False
     appends: bool = False
     quantized: str | None = None
+    latent_rows: bool = False
     packs: bool = False
 
     target = "decode"
@@ -75,11 +77,11 @@ class Decode(Call):
 
     @property
     def cache_dtype(self) -> str:
-        return self.quantized or self.problem.dtype
+        return "uint8" if self.latent_rows else self.quantized or self.problem.dtype
 
     def dims(self, name: str) -> str:
         pages = "P" if self.paged and name in (*_CACHES, *SCALES) else ""
-        return pages + super().dims(name)
+        return pages + cache_dims(name, super().dims(name), self.latent_rows)
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
         q, k = operands["q"], operands["k"]
@@ -181,6 +183,7 @@ class Decode(Call):
             value_dim=self.value_dim,
             paged=True,
             quantized=self.quantized,
+            latent_rows=self.latent_rows,
             packs=True,
         )
 
@@ -240,6 +243,11 @@ class Decode(Call):
             if name in named:
                 named[name] = rotate(named[name], positions, self.rotary_base)
         return dataclasses.replace(self, rotary_base=None), tuple(named.values())
+
+
+def cache_dims(name: str, letters: str, latent_rows: bool) -> str:
+    """Returns the letters of the dims of an operand, of k where rows are packed: Z their bytes."""
+    return letters.replace("H", "Z") if latent_rows and name == "k" else letters
 
 
 def of_rows(problem: Problem) -> Problem:
@@ -342,5 +350,20 @@ def decode(call: Decode, *operands: jax.Array) -> dict[str, jax.Array]:
     Raises: as `_backends.require`.
     """
     _backends.require(call, call.shapes(call.name_operands(operands)))
+    if call.latent_rows and call.appends:
+        return _append_packed(call, call.name_operands(operands))
     results = flash_decode_p.bind(*vary_over(operands, operands), call=call)
     return dict(zip(call.results, results, strict=True))
+
+
+def _append_packed(call: Decode, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Writes new rows, packed, before the call that reads them."""
+    lengths, table, cache = named["lengths"], named.get("page_table"), named["k"]
+    q_len, size = named["q"].shape[-3], cache.shape[-3]
+    columns = 1 if table is None else table.shape[-1]
+    positions = blockwise_decode.query_positions(lengths, q_len)
+    has_place = (lengths <= _cache.capacity(columns, size))[..., None]
+    new = _latent_rows.pack_latent(named["new_k"])
+    cache = _cache.write(cache, new, jnp.where(has_place, positions, -1), table)
+    reads = dataclasses.replace(call, appends=False)
+    return decode(reads, *((named | {"k": cache})[name] for name in reads.operands)) | {"k": cache}

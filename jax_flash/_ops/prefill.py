@@ -31,7 +31,14 @@ from jax.interpreters import ad
 from jax_flash import _backends
 from jax_flash._call import Call
 from jax_flash._ops import primitive
-from jax_flash._ops.decode import SCALES, Decode, in_one_pool, no_derivative, of_pages
+from jax_flash._ops.decode import (
+    SCALES,
+    Decode,
+    cache_dims,
+    in_one_pool,
+    no_derivative,
+    of_pages,
+)
 from jax_flash._ops.requests import Requests, choose, cut, piece_size, take
 from jax_flash._problem import Shapes
 from jax_flash._varying import vary_over
@@ -53,11 +60,12 @@ class Prefill(Call):
     """One flash_prefill, operands aside.
 
     Attributes:
-      value_dim, quantized: as of Decode.
+      value_dim, quantized, latent_rows: as of Decode.
     """
 
     value_dim: int | None = None
     quantized: str | None = None
+    latent_rows: bool = False
 
     target = "prefill"
     function = "ragged_paged_attention"
@@ -78,14 +86,14 @@ class Prefill(Call):
 
     @property
     def cache_dtype(self) -> str:
-        return self.quantized or self.problem.dtype
+        return "uint8" if self.latent_rows else self.quantized or self.problem.dtype
 
     @property
     def own(self) -> tuple[str, ...]:
         return (*_REQUESTS, "page_table")
 
     def dims(self, name: str) -> str:
-        return _DIMS.get(name) or super().dims(name)
+        return cache_dims(name, _DIMS.get(name) or super().dims(name), self.latent_rows)
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
         """Reads the sizes of a call without leading dims: batch counts what lengths does."""
@@ -140,6 +148,7 @@ class Prefill(Call):
             value_dim=self.value_dim,
             paged=True,
             quantized=self.quantized,
+            latent_rows=self.latent_rows,
         )
 
     def _in_pieces(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:

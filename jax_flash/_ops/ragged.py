@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _cache
+from jax_flash import _cache, _latent_rows
 from jax_flash._ops import decode as _decode
 from jax_flash._ops.decode import SCALES, Decode
 from jax_flash._ops.prefill import Prefill, prefill
@@ -67,6 +67,8 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
             new = named[f"new_{name}"]
             if name == "k" and call.rotary_base is not None:
                 new = rotate(new, requests.position, call.rotary_base)
+            if call.latent_rows:
+                new = _latent_rows.pack_latent(new)
             scale = named.get("key_scale" if name == "k" else "value_scale")
             caches[name] = _cache.write(cache, new, places, table, requests.request, scale)
 
@@ -94,7 +96,13 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     stop = requests.first[-1:] + requests.count[-1:]
     none = jnp.zeros(1, jnp.int32)
     found = prefill(
-        Prefill(call.problem, call.backend, value_dim=call.value_dim, quantized=call.quantized),
+        Prefill(
+            call.problem,
+            call.backend,
+            value_dim=call.value_dim,
+            quantized=call.quantized,
+            latent_rows=call.latent_rows,
+        ),
         {
             **operands,
             "lengths": jnp.concatenate([jnp.where(refused, -1, requests.lengths), none, none]),

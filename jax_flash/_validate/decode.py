@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _debug
+from jax_flash import _debug, _latent_rows
 from jax_flash._cache import QUANTIZED
+from jax_flash._latent_rows import is_packed
 from jax_flash._ops.decode import MOST_QUERIES, Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
@@ -71,6 +72,8 @@ class Caches:
                 f"{names[1]} has shape {value.shape} and dtype {value.dtype}, {names[0]} "
                 f"{key.shape} and {key.dtype}; expected the same but for the last dim"
             )
+        if is_packed(key):
+            _check_packed(names, key, value, key_scale)
         paged, scales = page_table is not None, {}
         for name, x, (of, cache) in (
             ("key_scale", key_scale, (names[0], key)),
@@ -85,19 +88,34 @@ class Caches:
         """The dtype of a cache of eight bits."""
         return self.key.dtype.name if self.scales else None
 
+    @property
+    def latent_rows(self) -> bool:
+        """Whether rows of latent attention are packed."""
+        return is_packed(self.key)
+
+    @property
+    def key_dim(self) -> int:
+        """The features of a key."""
+        return _latent_rows.DIM if self.latent_rows else self.key.shape[-1]
+
     def check_query(self, q: jax.Array) -> None:
         """Checks that a query `[*B, T, N, H]` and the keys fit each other."""
         k, name = self.key, self.names[0]
+        if self.latent_rows and (q.dtype != jnp.bfloat16 or q.shape[-1] != _latent_rows.DIM):
+            raise (TypeError if q.dtype != jnp.bfloat16 else ValueError)(
+                f"query has dtype {q.dtype} and shape {q.shape}; expected bfloat16 of "
+                f"{_latent_rows.DIM} features, as the packed rows of {name} {k.shape} hold"
+            )
         if q.dtype.name not in FLOATS:
             raise TypeError(
                 f"query has dtype {q.dtype} (shape {q.shape}); expected one of {', '.join(FLOATS)}"
             )
-        if self.quantized is None and q.dtype != k.dtype:
+        if not (self.quantized or self.latent_rows) and q.dtype != k.dtype:
             raise TypeError(
                 f"query has dtype {q.dtype} and {name} {k.dtype}; expected one dtype, for example "
                 f"query.astype('{k.dtype}')"
             )
-        if k.shape[-1] != q.shape[-1]:
+        if self.key_dim != q.shape[-1]:
             raise ValueError(
                 f"{name} has shape {k.shape} and query {q.shape}; expected equal head dims (the "
                 f"last), got {k.shape[-1]} and {q.shape[-1]}"
@@ -128,18 +146,20 @@ class Caches:
             if cache is None:
                 continue
             x = array(name, x)
-            expected = (*lead, *cache.shape[-2:])
+            dim = self.key_dim if name == names[0] else cache.shape[-1]
+            expected = (*lead, cache.shape[-2], dim)
             if x.shape != expected:
                 raise ValueError(
                     f"{name} has shape {x.shape}; expected {expected}, a key or value for each "
                     f"query, as the cache {cache.shape} has heads and features"
                 )
-            if self.quantized is None and x.dtype != cache.dtype:
+            converts = self.quantized or self.latent_rows
+            if not converts and x.dtype != cache.dtype:
                 raise TypeError(
                     f"{name} has dtype {x.dtype} and the cache {cache.dtype}; expected one dtype, "
                     f"for example {name}.astype('{cache.dtype}')"
                 )
-            if self.quantized and x.dtype.name not in ([dtype.name] if dtype else FLOATS):
+            if converts and x.dtype.name not in ([dtype.name] if dtype else FLOATS):
                 expected = f"query's {dtype}" if dtype else f"one of {', '.join(FLOATS)}"
                 raise TypeError(
                     f"{name} has dtype {x.dtype}; expected {expected}: it is rounded to the "
@@ -165,7 +185,7 @@ class Caches:
     def rotary_base_of(self, base: Any) -> float | None:
         if base is None:
             return None
-        base = _rotary_base(base, self.key.shape[-1], "a number above 0, or None")
+        base = _rotary_base(base, self.key_dim, "a number above 0, or None")
         if self.value is None:
             raise ValueError(
                 f"rotary_base is given without a {self.names[1]}, and would rotate the values too; "
@@ -176,7 +196,7 @@ class Caches:
 
     def value_dim_of(self, value_dim: Any) -> int | None:
         """Checks how many of the keys' features are the values, if there is no value_cache."""
-        name, head_dim = self.names[1], self.key.shape[-1]
+        name, head_dim = self.names[1], self.key_dim
         if self.value is not None:
             if value_dim is not None:
                 raise ValueError(
@@ -190,6 +210,11 @@ class Caches:
                 "many of the first features of the keys are the values"
             )
         value_dim = int(value_dim)
+        if self.latent_rows and value_dim != _latent_rows.VALUE_DIM:
+            raise ValueError(
+                f"value_dim is {value_dim} and {self.names[0]} has packed rows; expected "
+                f"{_latent_rows.VALUE_DIM}, their features of float8"
+            )
         if not 1 <= value_dim <= head_dim:
             raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
         return value_dim
@@ -278,6 +303,7 @@ def prepare(
         paged=caches.page_table is not None,
         appends=appends,
         quantized=caches.quantized,
+        latent_rows=caches.latent_rows,
     )
 
     operands = {
@@ -346,15 +372,39 @@ def row_lengths(
 
 def _cache(name: str, x: Any) -> jax.Array:
     x = array(name, x)
-    if x.dtype.name not in (*FLOATS, *QUANTIZED):
+    if x.dtype == jnp.uint8 and not is_packed(x):
+        raise ValueError(
+            f"{name} has dtype uint8 and shape {x.shape}; expected rows as pack_latent gives them, "
+            f"{_latent_rows.BYTES} bytes each"
+        )
+    if x.dtype.name not in (*FLOATS, *QUANTIZED, "uint8"):
         raise TypeError(
             f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of {', '.join(FLOATS)}, "
-            f"or with scales {' or '.join(QUANTIZED)}"
+            f"with scales {' or '.join(QUANTIZED)}, or uint8 as pack_latent gives it"
         )
     if x.ndim < 3 or x.shape[-1] == 0:
         raise ValueError(f"{name} has shape {x.shape}; expected {_LETTERS}")
     check_head_dim(name, x)
     return x
+
+
+def _check_packed(names: tuple[str, str], key: jax.Array, value: Any, key_scale: Any) -> None:
+    """Checks what stands beside packed rows of latent attention."""
+    if value is not None:
+        raise ValueError(
+            f"{names[1]} is given and {names[0]} has packed rows {key.shape}; expected None: the "
+            f"values are the first {_latent_rows.VALUE_DIM} features of these"
+        )
+    if key.shape[-2] != 1:
+        raise ValueError(
+            f"{names[0]} has shape {key.shape}; expected one kv head of packed rows, "
+            f"[..., 1, {_latent_rows.BYTES}]"
+        )
+    if key_scale is not None:
+        raise ValueError(
+            f"key_scale is given and {names[0]} has packed rows, which hold their scales; expected "
+            "None"
+        )
 
 
 def _scale(name: str, x: Any, of: str, cache: jax.Array | None, paged: bool) -> jax.Array | None:

@@ -87,9 +87,15 @@ def prepare(
         paged=True,
         appends=appends,
         quantized=caches.quantized,
+        latent_rows=caches.latent_rows,
     )
     _look(call, caches, *given, rows, q.shape[0])
     for name, x in (("shared_pages", shared_pages), ("ancestors", ancestors)):
+        if x is not None and call.latent_rows:
+            raise NotImplementedError(
+                f"{name} is given and key_pages has packed rows of latent attention; expected "
+                "key_pages of bfloat16 there"
+            )
         if x is not None and "indices" in terms:
             raise ValueError(
                 f"{name} is given beside indices, which say what each token reads; expected one of "

@@ -32,6 +32,7 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((576, 512), (128, 1), {"latent": True}),
     ((576, 512), (16, 1), {"batch": 8, "kv_len": 2048, "latent": True, "packs": True}),
     ((576, 512), (128, 1), {"latent": True, "q_len": 2, "everything": True}),
+    ((576, 512), (128, 1), {"latent": True, "latent_rows": True, "everything": True}),
     ((576, 512), (128, 2), {"latent": True}),
     ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
     ((128, 128), (64, 8), {"cache": "float8_e4m3fn"}),
@@ -86,10 +87,11 @@ def test_decode_compiles_without_spills(dims, heads, change):
             problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
         )
     value_dim = dims[1] if change.get("latent") else None
-    flags: dict[str, Any] = {"paged": True, "appends": True} if page else {}
+    packed_rows = change.get("latent_rows", False)  # new ones are written ahead of these kernels
+    flags: dict[str, Any] = {"paged": True, "appends": not packed_rows} if page else {}
     if change.get("packs"):
         flags = {"paged": True, "packs": True}
     rotary_base = 1e4 if change.get("everything") and dims[0] <= 256 and dims[0] % 16 == 0 else None
-    flags["quantized"] = change.get("cache")
+    flags |= {"quantized": change.get("cache"), "latent_rows": packed_rows}
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
     check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)

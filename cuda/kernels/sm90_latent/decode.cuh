@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
   // Lengths come while barriers are made.
   if (const int at = threadIdx.x % 32 * 32; at < p.batch) ptx::prefetch(p.lengths + at);
   if (threadIdx.x == 0) {
-    if (p.pages > 0 && p.page_size > 0) ptx::prefetch_tensor_map(&p.key);
+    if (!kPackedRows && p.pages > 0 && p.page_size > 0) ptx::prefetch_tensor_map(&p.key);
     ptx::prefetch_tensor_map(&p.query_rows);
     for (int stage = 0; stage < 2; ++stage) {
       for (Barrier& box : shared.full[stage]) {

@@ -1,128 +1,14 @@
 // Latent decoding: the warps that load queries and blocks of keys by TMA. Each has every fourth
 // box: one that loads all takes some 60 cycles for each box, and for each piece of one. Where a
-// piece is one row each has a quarter of all rows, by cp.async: see kByThreads.
+// piece is one row each has a quarter of all rows, by cp.async: see kByThreads. Rows of float8 come
+// through registers: latent_packed.cuh.
 #pragma once
 
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1
-#include "sm90_latent/latent_shared.cuh"
+#include "sm90_latent/latent_boxes.cuh"
+#include "sm90_latent/latent_packed.cuh"
 
 namespace decode {
-
-// A lane's pieces of the block that is to be loaded, one block after another. What is computed
-// between two blocks can make the second late, so rows of pages go on without a division.
-struct Boxes {
-  // Page numbers are read for so many blocks at once, a lane for each piece, and as many ahead.
-  static constexpr int kWindow = kPieces < 32 ? 32 / kPieces : 1;
-
-  const DecodeParams& p;
-  const Unit& unit;
-  Range seen;
-  int block, end, window;  // `window`: the first block of `now`
-  int step;                // from a row of a page to that a block further
-  int now[kPiecesOfLane], coming[kPiecesOfLane];
-  int page[kPiecesOfLane], row[kPiecesOfLane];  // a page, kNotNeeded or kNone
-
-  __device__ __forceinline__ Boxes(const DecodeParams& p, const Unit& unit, const Range& range)
-      : p(p),
-        unit(unit),
-        seen(positions_of(p, unit.length)),
-        block(range.begin),
-        end(range.end),
-        window(block),
-        step(kBlockKV) {
-    read(block, now);
-    read(block + kWindow, coming);
-    if constexpr (kPaged) step %= p.page_size;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      row[i] = block * kBlockKV + piece(i) * kBoxRows;
-      if constexpr (kPaged) row[i] %= p.page_size;
-    }
-  }
-  __device__ __forceinline__ void move() {
-    ++block;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      row[i] += step;
-      if (kPaged && row[i] >= p.page_size) row[i] -= p.page_size;
-    }
-    if (block != window + kWindow) return;
-    window = block;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) now[i] = coming[i];
-    read(block + kWindow, coming);
-  }
-  // Whole warps call.
-  __device__ __forceinline__ void find_pages() {
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      int of = unit.batch;
-      if constexpr (kPaged) {
-        const int from = ((block - window) * kPieces + piece(i)) % 32;
-        of = __shfl_sync(0xffffffffu, now[i], from);
-        if (of < 0 || of >= p.pages) of = kNone;
-      }
-      const int first = block * kBlockKV + piece(i) * kBoxRows;
-      const bool is_needed =
-          piece(i) < kPieces && first < seen.end && first + kBoxRows > seen.begin;
-      page[i] = is_needed ? of : kNotNeeded;
-    }
-  }
-
-  // Calls visit(piece, page, its row) for those that are to be loaded.
-  template <class Visit>
-  __device__ __forceinline__ void each(Visit visit) const {
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      if (page[i] >= 0) visit(piece(i), page[i], row[i]);
-    }
-  }
-  // Where row `at` of the block lies, which other lanes may know. Whole warps call.
-  __device__ __forceinline__ void find_row(int at, int& of_page, int& of_row) const {
-    const int asked = at / kBoxRows;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      const int its_page = __shfl_sync(0xffffffffu, page[i], asked % 32);
-      const int its_row = __shfl_sync(0xffffffffu, row[i], asked % 32);
-      if (i > 0 && asked / 32 != i) continue;
-      of_page = its_page;
-      of_row = its_row + at % kBoxRows;
-    }
-  }
-  // Those of all lanes.
-  __device__ __forceinline__ int count() const {
-    int own = 0;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) own += page[i] >= 0 ? 1 : 0;
-    return kPieces == 1 ? own : __reduce_add_sync(0xffffffffu, own);
-  }
-  // A needed one has no page.
-  __device__ __forceinline__ bool lack() const {
-    bool lacks = false;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) lacks = lacks || page[i] == kNone;
-    return kPieces == 1 ? lacks : __any_sync(0xffffffffu, lacks);
-  }
-
- private:
-  // A block in one page has one piece, in every lane.
-  static __device__ __forceinline__ int piece(int i) {
-    return kPieces == 1 ? 0 : i * 32 + threadIdx.x % 32;
-  }
-  __device__ __forceinline__ void read(int first, int (&of)[kPiecesOfLane]) const {
-    if constexpr (!kPaged) return;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      const int at = first + lane / kPieces;
-      const int position = at * kBlockKV + (i * 32 + lane % kPieces) * kBoxRows;
-      of[i] = kNone;
-      if (at < end && position < unit.length) {
-        of[i] = p.page_table[static_cast<int64>(unit.batch) * p.columns + position / p.page_size];
-      }
-    }
-  }
-};
 
 struct LatentLoader {
   const DecodeParams& p;
@@ -134,6 +20,10 @@ struct LatentLoader {
 
   __device__ __forceinline__ void run(const Line& line) {
     line.walk(share, [&](const Unit& unit, const Range& range) {
+      if constexpr (kPackedRows) {
+        load_packed(unit, range);
+        return;
+      }
       Boxes boxes(p, unit, range);
       load_queries(unit);
 #pragma unroll 1
@@ -248,6 +138,66 @@ struct LatentLoader {
     __syncwarp();
     const uint32 full = ptx::shared_address(shared.full[stage_of_block(number)]);
     if (lane < kKeyBoxes) ptx::barrier_arrive(full + 8 * lane);
+  }
+
+  // All blocks of a unit.
+  __device__ __forceinline__ void load_packed(const Unit& unit, const Range& range) {
+    const PackedSteps steps{p, unit, shared, warp};
+    int block = range.begin;
+    int slots = steps.slot(steps.page(block), block);
+    int page = steps.page(block + 1);
+    steps.prefetch(slots);
+    float2 scales = steps.scales(slots);
+    load_queries(unit);
+#pragma unroll
+    for (int step = 0; step + 1 < PackedSteps::kPlaces; ++step) steps.load(slots, 0, step);
+#pragma unroll 1
+    while (true) {
+      const uint32 stage = stage_of_block(blocks), parity = parity_of_block(blocks);
+      const uint32 keys = ptx::shared_address(shared.keys[stage]);
+      const uint32 full = ptx::shared_address(shared.full[stage]);
+      int next = kNotNeeded;
+      if (++block < range.end) {
+        next = steps.slot(page, block);
+        page = steps.page(block + 1);
+        steps.prefetch(next);
+      }
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        ptx::barrier_wait(ptx::shared_address(&shared.empty[stage][half]), parity ^ 1);
+        __syncwarp();
+        if (half == 1) {
+          steps.copy_plain(slots, keys);
+        } else {
+          const bool lacks = __any_sync(0xffffffffu, slots == kNone);
+          if (threadIdx.x % 32 == 0) {
+            reinterpret_cast<unsigned char*>(&shared.spoiled[stage])[warp] = lacks;
+          }
+        }
+        bool is_right = true;
+#pragma unroll 2
+        for (int step = 0; step < PackedSteps::kSteps; ++step) {
+          const int later = step + PackedSteps::kPlaces - 1;
+          if (later < PackedSteps::kSteps) {
+            steps.load(slots, half, later);
+          } else {
+            steps.load(half == 0 ? slots : next, half ^ 1, later - PackedSteps::kSteps);
+          }
+          ptx::copy_async_wait_but<PackedSteps::kPlaces - 1>();
+          is_right &= steps.store(scales, half, step, keys);
+        }
+        if (!__all_sync(0xffffffffu, is_right)) steps.store_slowly(slots, half, keys);
+        ptx::fence_async_proxy();
+        __syncwarp();
+        const int lane = ptx::fresh_lane(), boxes = half == 0 ? kHalfBoxes : kKeyBoxes - kHalfBoxes;
+        if (lane < boxes) ptx::barrier_arrive(full + 8 * (kHalfBoxes * half + lane));
+      }
+      slots = next;
+      scales = steps.scales(slots);
+      ++blocks;
+      if (block >= range.end) break;
+    }
+    ptx::copy_async_wait();
   }
 
   // A lane's pieces of a box.

@@ -21,15 +21,22 @@ inline constexpr int kHalfBoxes = kValueDim / kBoxColumns / 2;  // of the values
 inline constexpr int kHalfColumns = kValueDim / 2;
 // The box behind the values holds the weights of its block once its scores are there.
 inline constexpr int kWeightsAt = 2 * kHalfBoxes * kBoxBytes;
-// TMA takes some 60 cycles of a warp for each row of a box that lies by itself. So rows that may
-// lie anywhere come by cp.async, 16 bytes a thread.
-inline constexpr bool kByThreads = kBoxRows == 1;
 static_assert(kBlockKV == 64 && kShareRows == 64 && kHeads == 1 && kValuesInKeys);
 static_assert(kHalfBoxes == kLoaders);  // so a box is always the same warp's
 static_assert(kHeadDim % kBoxColumns == 0 && kValueDim == 512 && kHeadDim > kValueDim);
 static_assert(kCacheColumns == kBoxColumns);
 
-struct LatentShared {
+// With packed rows: what each thread that loads has under way.
+template <bool kIsPacked>
+struct Incoming {
+  static constexpr uint4* incoming = nullptr;
+};
+template <>
+struct Incoming<true> {
+  uint4 incoming[4 * kGroupThreads];  // 8 KB: keys still begin at a multiple of 1024 bytes
+};
+
+struct LatentShared : Incoming<kPackedRows> {
   unsigned char keys[2][kKeyBytes];  // at multiples of 1024 bytes
   unsigned char queries[kKeyBytes];
   float base[2][kShareRows];     // of rows, by the owner of the last block
