@@ -106,21 +106,6 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
   return seen;
 }
 
-// Do two queries see the same keys, window and lengths aside?
-template <class Params>
-__device__ __forceinline__ bool see_alike(const Params& p, int batch, int one, int other) {
-  if constexpr ((kHasMask && kMaskQueries) || (kHasBias && kBiasQueries)) return one == other;
-  bool alike = true;
-  if constexpr (kHasSegments) {
-    const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
-    alike = ids[one] == ids[other];
-  }
-  if constexpr (kHasPositions) {
-    alike = alike && query_position(p, batch, one) == query_position(p, batch, other);
-  }
-  return alike;
-}
-
 // Keys of one row, relative to `first_key`: element column c is visible iff begin <= c < end.
 __device__ __forceinline__ Range row_columns(const Visibility& v, int query, int first_key) {
   Range columns{Range::all().begin, v.kv_length - first_key};

@@ -160,9 +160,9 @@ def _hide(case: Case):
 def test_hidden_blocks_are_skipped(case: Case, a100):
     """NaN in them would reach every row, since none is computed again here."""
     sources = _native.kernel_sources()
-    results = sources["sm80/forward_results.cuh"]
-    assert "if (nonfinite == 0) return;" in results
-    sources["sm80/forward_results.cuh"] = results.replace("if (nonfinite == 0) return;", "return;")
+    rows = sources["sm80/forward_rows.cuh"]
+    assert "if (nonfinite == 0) return;" in rows
+    sources["sm80/forward_rows.cuh"] = rows.replace("if (nonfinite == 0) return;", "return;")
     arguments = _hide(case)
     hidden = slice(128, None) if case.name in ("causal", "window", "lengths") else HIDDEN
     want = arguments.truth(gradients=False).out

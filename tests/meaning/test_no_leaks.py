@@ -38,6 +38,15 @@ SHOWING = (
     Case("float16 mask", T=60, S=70, mask="b1ts", mask_density=0.5, dtype="float16"),
 )  # fmt: skip
 
+# Calls in which rows of a block see different keys, many of them values that are not finite.
+ADDING = (
+    Case("causal gqa", T=150, S=170, H=24, N=4, K=2, causal=True, align=BOTTOM_RIGHT),
+    Case("bfloat16 segments", T=150, S=170, H=64, segments="shuffled", dtype="bfloat16"),
+    Case("bfloat16 mask wide", T=70, S=90, H=256, N=1, mask="b1ts", mask_density=0.2,
+         dtype="bfloat16"),
+    Case("float16 window", T=150, S=150, H=128, N=1, window=(20, 11), dtype="float16"),
+)  # fmt: skip
+
 
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize(("backend", "case"), with_backends(SHOWING, xla=for_xla), ids=case_id)
@@ -77,12 +86,46 @@ def test_poison_stays_with_those_who_see_it(case, name, backend):
             "dbias": ~rows.swapaxes(1, 2),
             "dsinks": ~heads,
         }
-        # The CUDA kernels compute again, without rounding P and dS, what NaN met in a tile.
+        # The CUDA kernels compute again, in other steps, what NaN met in a tile.
         limit = 2e-2 if backend == "cuda" else 0.0
         for result in untouched.keys() & before.keys():
             at = untouched[result]
             got, want = (x[result][at].astype(np.float32) for x in (after, before))
             np.testing.assert_allclose(got, want, rtol=limit, atol=limit, err_msg=result)
+
+
+# An infinity that a row sees makes all of the row NaN on "xla".
+@pytest.mark.parametrize(
+    ("backend", "case"), with_backends(ADDING, xla=lambda _: False), ids=case_id
+)
+def test_what_is_not_finite_adds_up_for_those_who_see_it(case, backend):
+    """Many values of NaN and both infinities: a row has the sum of those that it sees."""
+    case = fit(case, backend)
+    if refuses(case, backend):
+        return
+    arguments = case.draw()
+    value = arguments.arrays["value"]
+    rng = np.random.default_rng(7)
+    drawn = rng.choice([np.nan, np.inf, -np.inf, 0.0], value.shape, p=[0.004, 0.004, 0.004, 0.988])
+    drawn[:, case.S // 2] = np.nan  # a whole row of values
+    finite = np.where(drawn == 0, value, 0).astype(value.dtype)
+    of_finite = dataclasses.replace(arguments, arrays=arguments.arrays | {"value": finite})
+    seen = of_finite.truth(gradients=False).seen.astype(np.float64)
+    spread = np.repeat(drawn, case.N // case.kv_heads, 2)
+    met = [
+        np.einsum("bnts,bsnh->btnh", seen, at(spread).astype(np.float64)) > 0
+        for at in (np.isnan, np.isposinf, np.isneginf)
+    ]
+    with np.errstate(invalid="ignore"):
+        sums = np.where(met[1], np.inf, 0) + np.where(met[2], -np.inf, 0)
+    sums[met[0]] = np.nan
+    want = of_finite.truth(gradients=False).out + sums
+
+    dirty = np.where(drawn == 0, value, drawn).astype(value.dtype)
+    dirty = dataclasses.replace(arguments, arrays=arguments.arrays | {"value": dirty})
+    got = dirty.run(backend)["out"].astype(np.float64)
+    assert 0.01 < np.isfinite(want).mean() < 0.99
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_no_leak_between_packed_documents(backend):
@@ -167,7 +210,7 @@ def test_poison_stays_in_its_document(name, dim, backend):
         dirty[name][:, np.flatnonzero(~others)[5:9], 1, 3] = poison
         after = [np.asarray(x).astype(np.float64) for x in step(**dirty)]
         for what, a, b in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
-            # The CUDA kernels compute such rows again, without rounding P and dS.
+            # The CUDA kernels compute such rows again, in other steps.
             np.testing.assert_allclose(
                 b[:, others], a[:, others], rtol=2e-2, atol=2e-2, err_msg=f"{poison} in {what}"
             )

@@ -60,6 +60,26 @@ __device__ __forceinline__ uint32 store_columns(const float (&output)[kCount], i
   }
 }
 
+// Computes rows of a warp again: of every four bits of `rows` two are of a tile, as repair_rows has
+// them. A call: inlined, it changed the registers of the walk, and 24 bytes were spilled.
+__device__ __noinline__ void repair_tiles(const Sm80ForwardParams& p, uint32 rows) {
+  const Unit unit(p);
+  const int row_warp = static_cast<int>(threadIdx.x) / 32 % kRowWarps;
+  int first = unit.first_query() * kPackedHeads + 16 * row_warp;
+#pragma unroll 1
+  for (; rows != 0; rows = rows >> 2 & 0x33333333u, first += kTileRows) {
+    const uint32 marks = rows & 0x33333333u;
+    if (marks == 0) continue;
+    repair_rows(p, unit.batch, marks, [&](int bit) -> Row {
+      const int packed = first + bit / 4 + fragment::kRowStep * (bit % 4);
+      const int query = packed / kPackedHeads, head = unit.head + packed % kPackedHeads;
+      Range keys = row_columns(unit.sight, query, 0);
+      keys.begin = max(keys.begin, 0);
+      return {query, head, unit.first_key(kv_head_of(p, unit.head)), keys};
+    });
+  }
+}
+
 struct RowResults : RowProducts {
  protected:
   // What a thread's two rows end with.
@@ -96,8 +116,9 @@ struct RowResults : RowProducts {
     }
     return kHasSinks ? unit.sink(head) : kNegativeInfinity;
   }
-  __device__ __forceinline__ void store(const Unit& unit, int tile, const Ends& ends) const {
-    uint32 nonfinite = 0;  // rows of the warp with NaN or infinity, bit 4 * quad + row for each
+  // Stores a tile's rows. Returns the warp's with NaN or infinity, bit 4 * quad + row for each.
+  __device__ __forceinline__ uint32 store(const Unit& unit, int tile, const Ends& ends) const {
+    uint32 nonfinite = 0;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int query = unit.query(tile, row), head = unit.head_of(tile, row);
@@ -119,20 +140,7 @@ struct RowResults : RowProducts {
       }
     }
     if constexpr (kValueWarps > 1) nonfinite = of_all_columns(nonfinite);
-    if (nonfinite == 0) return;
-    __syncwarp();  // these results are stored before others
-    const int first = unit.first_query() * kPackedHeads + kTileRows * tile + 16 * row_warp();
-    const auto row_of = [&](int bit) -> Row {
-      const int packed = first + bit / 4 + fragment::kRowStep * (bit % 4);
-      const int query = packed / kPackedHeads, head = unit.head + packed % kPackedHeads;
-      Range keys = row_columns(unit.sight, query, 0);
-      keys.begin = max(keys.begin, 0);
-      const int64 first_key = unit.first_key(kv_head_of(p, unit.head));
-      const int64 lse = lse_row(p, unit.batch, query, head);
-      return {query, head, first_key, keys, lse, out_of(unit, query, head)};
-    };
-    find_wrong(p, unit.batch, nonfinite, row_of,
-               [&](int, const Row& row) { repeat_row(p, unit.batch, row); });
+    return nonfinite;
   }
   // The rows of which any of the warps that share them found a result that is not finite: for the
   // first of these warps, to the others there are none. All results are stored then.

@@ -29,8 +29,14 @@ struct Rows : RowResults {
       if (!__syncthreads_or(overflowed) || search == kAlways) break;
     }
     const Unit unit(p);
+    uint32 nonfinite = 0;  // bits 2 * tile on of every four
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) store(unit, tile, end_of(unit, tile));
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      nonfinite |= store(unit, tile, end_of(unit, tile)) << 2 * tile;
+    }
+    if (nonfinite == 0) return;
+    __syncwarp();  // these results are stored before others
+    repair_tiles(p, nonfinite);
   }
 
  private:

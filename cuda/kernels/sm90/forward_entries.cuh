@@ -127,12 +127,11 @@ extern "C" __global__ void flash_forward_begin(const __grid_constant__ ForwardPa
   if (threadIdx.x == 0) *p.unit_counter = 0;
 }
 
-// Last, rows that the main kernel has marked: 384 threads, as many CTAs as run at once. Their tiles
-// of 16 rows are dealt out in turns: first the rows that visible values explain are left out, a
-// warp for each tile, then a warp computes each row.
+// Last, rows that the main kernel has marked: as many CTAs as run at once. Tiles of 16 rows are
+// dealt out in turns, eight to the warps of a CTA: those of a unit walk the same keys.
 namespace forward {
 
-inline constexpr int kExactThreads = 384, kExactWarps = kExactThreads / 32;
+inline constexpr int kExactWarps = 8;
 
 // 16 packed rows of a head, as a warp of the main kernel has them.
 struct RowTile {
@@ -171,70 +170,34 @@ struct RowTile {
       keys.begin = max(keys.begin, (plan->blocks.begin & ~SegmentPlan::kSparse) * kBlockKV);
       keys.end = min(keys.end, plan->blocks.end * kBlockKV);
     }
-    auto* out =
-        static_cast<ResultElement::Bits*>(p.out) + query_row(p, batch, query, of) * kValueDim;
     int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
     if constexpr (kFromPages) {
       first_key = static_cast<int64>(own.request) * p.kv_heads + kv_head_of(p, of);
     }
-    return {query, of, first_key, keys, lse_row(p, batch, query, of), out};
+    return {query, of, first_key, keys};
   }
-};
-
-// The marks that a CTA has found.
-struct MarkedTiles {
-  int count;
-  int tiles[kExactThreads];
-  uint32 rows[kExactThreads];
 };
 
 }  // namespace forward
 
-extern "C" __global__ void __launch_bounds__(forward::kExactThreads, 1)
+extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
     flash_forward_exact(const __grid_constant__ ForwardParams p) {
   using namespace forward;
-  __shared__ MarkedTiles marked;
-  const int heads = p.batch * (p.query_heads / kPackedHeads);
-  int marks = heads * p.query_blocks * kWarpsOfConsumers;
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = gridDim.x * kExactWarps;
   ptx::wait_for_the_kernel_ahead();
-  if constexpr (kCutsUnits || kFromPages) marks = heads * units_of_head(p) * kWarpsOfConsumers;
   if (is_left_to_other(p)) return;  // then there are no marks
+  const int heads = p.batch * (p.query_heads / kPackedHeads);
+  const int tiles = heads * units_of_head(p) * kWarpsOfConsumers;
 #pragma unroll 1
-  for (int first = 0; first < marks; first += gridDim.x * kExactThreads) {
-    const int mine = first + gridDim.x * threadIdx.x + blockIdx.x;
-    const uint32 rows = mine < marks ? p.marks[mine] : 0;
-    if (!__syncthreads_or(rows != 0)) continue;
-    if (threadIdx.x == 0) marked.count = 0;
-    __syncthreads();
-    if (rows != 0) {
-      const int at = atomicAdd(&marked.count, 1);
-      marked.tiles[at] = mine;
-      marked.rows[at] = rows;
+  for (int first = blockIdx.x * kExactWarps + warp; first < tiles; first += 32 * stride) {
+    const int mine = first + lane * stride;
+    const uint32 marks = mine < tiles ? p.marks[mine] : 0;
+#pragma unroll 1
+    for (uint32 left = __ballot_sync(0xffffffffu, marks != 0); left != 0; left &= left - 1) {
+      const int of = __ffs(left) - 1;
+      const RowTile tile(p, first + of * stride);
+      repair_rows(p, tile.batch, __shfl_sync(0xffffffffu, marks, of),
+                  [&](int bit) { return tile.row_of(bit); });
     }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = warp; i < marked.count; i += kExactWarps) {
-      const RowTile tile(p, marked.tiles[i]);
-      uint32 wrong = 0;
-      find_wrong(
-          p, tile.batch, marked.rows[i], [&](int bit) { return tile.row_of(bit); },
-          [&](int bit, const Row&) { wrong |= 1u << bit; });
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) marked.rows[i] = wrong;
-    }
-    __syncthreads();
-    int others = warp;  // rows of other warps before this one's next
-#pragma unroll 1
-    for (int i = 0; i < marked.count; ++i) {
-#pragma unroll 1
-      for (uint32 left = marked.rows[i]; left != 0; left &= left - 1) {
-        if (others-- != 0) continue;
-        others = kExactWarps - 1;
-        const RowTile tile(p, marked.tiles[i]);
-        repeat_row(p, tile.batch, tile.row_of(__ffs(left) - 1));
-      }
-    }
-    __syncthreads();
   }
 }

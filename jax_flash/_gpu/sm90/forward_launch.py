@@ -52,7 +52,7 @@ _PAGES = (
 )
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms
-_EXACT_THREADS = 384  # of flash_forward_exact
+_EXACT_THREADS = 256  # of flash_forward_exact
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -167,8 +167,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 f"[B, S, K, Hv], box (64, 1, kPageRows, 1); {_PAGES % ('Hv', 'Hv')}; "
                 "with kFloat8 value_columns, box (64, 1, Hv, 1)",
             ),
-            # The same arrays, for loads without TMA and for rows that are computed again without
-            # tensor cores, because values hidden from them are not finite.
+            # The same arrays, for loads without TMA and for rows that are computed again because
+            # values hidden from them are not finite.
             Field("const void*", "query_data", "q", "[B, T, N, H]"),
             Field("const void*", "key_data", "k", "[B, S, K, H]"),
             Field("const void*", "value_data", "v", "[B, S, K, Hv]"),
