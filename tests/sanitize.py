@@ -3,8 +3,8 @@
     python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
-and all gradients, a call of decode_attention or one of ragged_paged_attention, compared with
-float64 as elsewhere; `mma.sync` cases take the kernels of GPUs other than Hopper's. Every array is
+and all gradients, a forward pass in float8, a call of decode_attention or one of
+ragged_paged_attention, compared as elsewhere; `mma.sync` cases take the kernels of GPUs other than Hopper's. Every array is
 an allocation of its own, so that memcheck sees a step beyond its end; graphs are off, so that each
 launch is seen; the kernels are told of a GPU with two multiprocessors, so that each takes many
 tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
@@ -43,12 +43,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import jax
+import numpy as np
 
 from jax_flash import _gpu, _native
 from jax_flash._gpu import paged
 from jax_flash._gpu.sm90 import forward
 
-from . import decode_cases, quantized_cases, ragged_cases
+from . import decode_cases, float8_cases, quantized_cases, ragged_cases
 from .cases import BOTTOM_RIGHT, Case
 from .compare import compare_copies, compare_parts
 from .other_kernels import AsIfLong
@@ -93,6 +94,9 @@ CASES = (
     C("192 pairs causal", H=192, N=24, K=12, causal=True, T=130, S=610),
     C("256 pairs", H=256, N=24, K=12, T=70, S=530),
     C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
+    C("256 mqa causal", H=256, N=8, K=1, causal=True, T=200, S=200),
+    # CTAs share the queries of a unit.
+    C("few keys", H=128, N=1, T=2048, S=40),
     C("256 causal deterministic", H=256, causal=True, deterministic=True, T=200, S=200),
     C("256 whole tiles deterministic", H=256, N=4, K=2, deterministic=True, T=192, S=200),
     C("40 72", H=40, Hv=72, causal=True),
@@ -178,10 +182,27 @@ class EightBits:
 
 
 @dataclasses.dataclass(frozen=True)
+class Float8:
+    """A call of flash_attention in float8, or an array that is quantised."""
+
+    name: str
+
+    def check(self) -> None:
+        if self.name in float8_cases.QUANTISED:
+            array = float8_cases.QUANTISED[self.name]
+            want, got = (array.run(backend) for backend in ("xla", "cuda"))
+            for part, bits in want.items():
+                np.testing.assert_array_equal(got[part], bits, err_msg=part)
+        else:
+            call = float8_cases.CALLS[self.name]
+            float8_cases.agree(call.run("cuda"), call.run("xla"), lse=float8_cases.LSE)
+
+
+@dataclasses.dataclass(frozen=True)
 class Check:
     """One case, by the kernels that are taken for it or by a family that is put first."""
 
-    case: Case | decode_cases.Case | EightBits | ragged_cases.Batch
+    case: Case | decode_cases.Case | EightBits | Float8 | ragged_cases.Batch
     family: str | None = None
     tiling: dict[str, int] | None = None  # of decode_attention
     long: bool = False  # as of many queries and keys
@@ -189,6 +210,9 @@ class Check:
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
         jax.clear_caches()  # of the same case by another family
+        if isinstance(self.case, Float8):
+            self.case.check()
+            return
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
         arguments = self.case.draw()
         with first:
@@ -222,6 +246,7 @@ CHECKS = {
     },
     **{f"decode {case.name}": Check(case) for case in decode_cases.UNALIGNED},
     **{f"decode eight bits, {x[0].name}": Check(EightBits(*x)) for x in quantized_cases.CASES},
+    **{f"float8 {x}": Check(Float8(x)) for x in (*float8_cases.CALLS, *float8_cases.QUANTISED)},
     **{name: Check(*of_family) for name, of_family in OVER_PAGES.items()},
 }
 
