@@ -4,10 +4,11 @@
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
 and all gradients, a forward pass in float8, a call of decode_attention or one of
-ragged_paged_attention, compared as elsewhere; `mma.sync` cases take the kernels of GPUs other than Hopper's. Every array is
-an allocation of its own, so that memcheck sees a step beyond its end; graphs are off, so that each
-launch is seen; the kernels are told of a GPU with two multiprocessors, so that each takes many
-tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
+ragged_paged_attention, compared as elsewhere; `mma.sync` cases take the kernels of GPUs other than
+Hopper's. Every array is an allocation of its own, so that memcheck sees a step beyond its end;
+graphs are off, so that each launch is seen; the kernels are told of a GPU with two
+multiprocessors, so that each takes many tiles. racecheck and synccheck look at the kernels of this
+project alone. Exits with 1 if a tool
 reports anything, a result is wrong or a case raises; the others run all the same, and what failed
 is printed last.
 
