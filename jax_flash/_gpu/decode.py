@@ -315,6 +315,8 @@ _MANY_IN_CLUSTER = 256
 # Positions of rows between which warps wait for each other: two CTAs, one block each, take turns.
 # 256 rows of 128, 256, 512 and 1024 take 8, 3, 1 and 1 % less than by one CTA of three blocks.
 _SHORT = 1024
+# Batch rows from which two kv heads of eight bits share a CTA: one row of 128k takes 12 % longer.
+_ROWS_OF_PAIRS = 32
 # Clusters of 4 and 8 lie within a GPC, which not every multiprocessor is part of in full ones: of
 # 32 fours one had to wait for another to end, 42 us instead of 35 with as many pairs.
 _IN_LARGE_CLUSTERS = 0.9  # of the multiprocessors
@@ -337,7 +339,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
             return dataclasses.replace(tiling, stages=min(tiling.stages, blocks))
     if call.quantized and rows <= 16 and shapes.value_dim <= 256 and _has_tma(call, shapes, gpu):
         sizes = _sizes_of_eight_bits(call, shapes)
-        made = [make(call, shapes, gpu, resident=x, block_kv=n) for x, n in sizes]
+        made = [make(call, shapes, gpu, heads=h, resident=x, block_kv=n) for h, x, n in sizes]
         return next((x for x in made if x.stages >= 3), made[-1])
     if rows <= 16 and shapes.value_dim <= 256 and not call.paged and _has_tma(call, shapes, gpu):
         short = make(call, shapes, gpu, resident=2, block_kv=_WIDE_BLOCK)
@@ -367,19 +369,21 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
 
 
-def _sizes_of_eight_bits(call: Any, shapes: Shapes) -> list[tuple[int, int]]:
-    """Lists CTAs of a multiprocessor and positions of a block, the fastest first.
+def _sizes_of_eight_bits(call: Any, shapes: Shapes) -> list[tuple[int, int, int]]:
+    """Lists heads of a CTA, CTAs of a multiprocessor and positions of a block, the fastest first.
 
     A block of as many bytes has twice the products of 16 bits. More CTAs help only where a block is
-    small or comes in many boxes.
+    small or comes in many boxes. Two heads are 256 bytes side by side, not 128.
     """
     if shapes.value_dim > 128:  # two have too few registers
-        return [(1, _WIDE_BLOCK), (1, 64)]
+        return [(1, 1, _WIDE_BLOCK), (1, 1, 64)]
     if max(shapes.head_dim, shapes.value_dim) <= 64 or shapes.scales_of_pages:
-        return [(2, _WIDE_BLOCK), (2, 64)]
+        return [(1, 2, _WIDE_BLOCK), (1, 2, 64)]
+    if known(shapes.kv_heads, 1) % 2 == 0 and known(shapes.batch, 1) >= _ROWS_OF_PAIRS:
+        return [(2, 2, 64)]
     if call.paged and (shapes.page_size or 0) % 64:
-        return [(3, 64), (2, 64)]
-    return [(1, _WIDE_BLOCK), (2, 64)]
+        return [(1, 3, 64), (1, 2, 64)]
+    return [(1, 1, _WIDE_BLOCK), (1, 2, 64)]
 
 
 def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
