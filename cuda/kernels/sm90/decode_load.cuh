@@ -58,14 +58,17 @@ struct Loader {
     }
     const uint32 here = full + ring.barrier_offset();
     ptx::barrier_wait(empty + ring.barrier_offset(), ring.parity() ^ 1);
+    const bool is_first = threadIdx.x % 32 == 0;
+    const uint32 bytes = page >= 0 ? kStageBytes : 0;
+    if (is_first) notes[ring.stage()].spoiled = page == kNone;
     if constexpr (kScalesOfPages) {
       __syncwarp();
       scales.store(notes[ring.stage()]);
-      if (threadIdx.x % 32 != 0) return;
+      ptx::warp_arrive_expect(here, bytes);
+    } else {
+      ptx::barrier_arrive_expect(here, bytes);
     }
-    notes[ring.stage()].spoiled = page == kNone;
-    ptx::barrier_arrive_expect(here, page >= 0 ? kStageBytes : 0);
-    if (page < 0) return;
+    if (page < 0 || !is_first) return;
     const uint32 keys = stages + ring.stage() * kStageBytes;
     fetch_whole<kHeadDim>(keys, p.key, here, block, page);
     if constexpr (!kValuesInKeys) {
@@ -98,10 +101,8 @@ struct Loader {
     // is behind has seen it free.
     __syncwarp();
     scales.store(notes[ring.stage()]);
-    if (lane == 0) {
-      notes[ring.stage()].spoiled = lacks;
-      ptx::barrier_arrive_expect(here, count * (kStageBytes / kPieces));
-    }
+    if (lane == 0) notes[ring.stage()].spoiled = lacks;
+    ptx::warp_arrive_expect(here, count * (kStageBytes / kPieces));
     __syncwarp();
     const uint32 keys = stages + ring.stage() * kStageBytes;
 #pragma unroll

@@ -188,8 +188,17 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
   if (is_left_to_other(p)) return;  // then there are no marks
   const int heads = p.batch * (p.query_heads / kPackedHeads);
   const int tiles = heads * units_of_head(p) * kWarpsOfConsumers;
+  const int warps_first = blockIdx.x * kExactWarps + warp;
+  // Most often there are no marks. To see so takes no step across the repair's 40 KB of code, which
+  // no cache holds by then: such a step was 2 us of each call.
+  uint32 any = 0;
 #pragma unroll 1
-  for (int first = blockIdx.x * kExactWarps + warp; first < tiles; first += 32 * stride) {
+  for (int mine = warps_first + lane * stride; mine < tiles; mine += 32 * stride) {
+    any |= p.marks[mine];
+  }
+  if (!__any_sync(0xffffffffu, any != 0)) return;
+#pragma unroll 1
+  for (int first = warps_first; first < tiles; first += 32 * stride) {
     const int mine = first + lane * stride;
     const uint32 marks = mine < tiles ? p.marks[mine] : 0;
 #pragma unroll 1

@@ -29,16 +29,31 @@ __device__ __forceinline__ void register_decrease() {
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Arrives and announces `bytes` that TMA will deliver in this phase.
+// Announces `bytes` that TMA will deliver in this phase.
+__device__ __forceinline__ void barrier_expect(uint32 barrier, uint32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Arrives and announces them.
 __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 bytes) {
   if constexpr (kEveryLaneArrives) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
-                 "r"(bytes)
-                 : "memory");
+    barrier_expect(barrier, bytes);
     barrier_arrive(barrier);
   } else {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
+  }
+}
+// The same for its warp, whose lanes are together and have written what is waited for, too: lane 0
+// arrives, or all if kEveryLaneArrives.
+__device__ __forceinline__ void warp_arrive_expect(uint32 barrier, uint32 bytes) {
+  const bool is_first = threadIdx.x % 32 == 0;
+  if constexpr (kEveryLaneArrives) {
+    if (is_first) barrier_expect(barrier, bytes);
+    __syncwarp();
+    lane_arrive(barrier);
+  } else {
+    if (is_first) barrier_arrive_expect(barrier, bytes);
   }
 }
 // Waits until the phase of this parity has completed. A fresh barrier passes parity 1 at once.
