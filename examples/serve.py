@@ -279,7 +279,9 @@ async def name_faults(request: web.Request, handler: Any) -> web.StreamResponse:
     except Exception as fault:
         request.app.logger.exception("a request failed")
         status, kind, param, message = 500, "server_error", None, str(fault)
-    return web.json_response(fault_of(message, kind, param), status=status, headers=headers)
+    answer = web.json_response(fault_of(message, kind, param), status=status, headers=headers)
+    answer.force_close()  # what is left of the body may not be readable
+    return answer
 
 
 def load(path: Path, dtype: str, **settings: Any) -> Server:

@@ -130,7 +130,7 @@ def plain_latent_attention(weights, x, width_of, base):
 
 
 def test_latent_attention_is_its_formula_in_both_forms_with_its_gradient():
-    page, _ = run("latent")
+    page, *_ = run("latent")
     layer, x = page["layer"], np.asarray(page["x"])
     graph, params = nnx.split(layer)
 
