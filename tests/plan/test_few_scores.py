@@ -30,6 +30,10 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"batch": 64}, False),  # kernels read the keys of so many rows once
         ("bfloat16", {"batch": 1024}, False),  # more scores than are computed at once
         ("bfloat16", {"kv_len": 1, "kv_heads": 8, "q_len": 999}, True),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4, "q_len": 4096}, True),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4, "q_len": 4097}, False),
+        ("bfloat16", {"kv_len": 5, "kv_heads": 8, "batch": 4, "q_len": 3000}, False),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 4, "batch": 4, "q_len": 4096}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
