@@ -22,8 +22,9 @@ _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
-# 16 bits, heads with keys of their own, no term: 0.93 to 1.7 times as fast forward, 1.02 to 1.7 with
-# gradients. Of eight keys, and where heads share keys, either may be. 2^19 scores were measured.
+# 16 bits, heads with keys of their own, no term: 0.93 to 1.7 times as fast forward, 1.02 to 1.7
+# with gradients. With eight keys, or heads that share keys, either may be faster. 2^19 scores were
+# measured.
 _FEW_KEYS, _FEW_KEYS_SCORES = 4, 1 << 19
 _ROWS = 64  # whose keys half of an H100 reads: 111 us for 573 of products that are not tuned
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
