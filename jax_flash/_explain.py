@@ -18,6 +18,7 @@ from jax_flash._call import Call
 from jax_flash._gpu.plan import Kernel
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
+from jax_flash._validate.float8 import QArray
 from jax_flash.attention import A, Float8Options, flash_attention
 from jax_flash.block_masks import BlockMask
 
@@ -132,9 +133,9 @@ class Explanation:
 
 
 def explain(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Array | QArray,
+    key: Array | QArray,
+    value: Array | QArray,
     *,
     gpu: str | None = None,
     **options: Unpack[ExplainOptions],

@@ -32,7 +32,8 @@ def pack_latent(rows: Annotated[ArrayLike, "*B 576"]) -> jax.Array:
 
     The first 512 features become float8_e4m3fn in four groups of 128. A group's scale is the least
     power of two with which its largest finite number is at most 448. So a feature is within 1/16 of
-    itself, or within 2^-10 times the scale. NaN stays, and infinity becomes NaN.
+    itself, or within 2^-10 times the scale. NaN stays, and infinity becomes NaN. The last 64
+    are rounded to bfloat16.
 
     Arguments:
       rows: `[*B, 576]`, floating: 512 of the latent, then 64 that are rotated.
@@ -54,7 +55,7 @@ def pack_latent(rows: Annotated[ArrayLike, "*B 576"]) -> jax.Array:
     """
     rows = jnp.asarray(rows)
     if not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise TypeError(f"rows has dtype {rows.dtype} (shape {rows.shape}); expected bfloat16")
+        raise TypeError(f"rows has dtype {rows.dtype} (shape {rows.shape}); expected floating")
     if rows.ndim == 0 or rows.shape[-1] != DIM:
         raise ValueError(f"rows has shape {rows.shape}; expected [*B, {DIM}]")
     lead = rows.shape[:-1]
@@ -87,6 +88,8 @@ def unpack_latent(packed: Annotated[ArrayLike, "*B 656"]) -> jax.Array:
 
     Raises:
       TypeError, ValueError: a wrong argument, with its shape and what would be right.
+
+    DeepSeek-V3.2-Exp (2025), FlashMLA.
     """
     packed = jnp.asarray(packed)
     if not is_packed(packed):

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jax_flash import _ops, _validate
 from jax_flash._keywords import hinted
 from jax_flash._ops import float8
+from jax_flash._validate.float8 import QArray
 from jax_flash.block_masks import BlockMask
 
 Window = int | Sequence[int | None] | np.ndarray
@@ -88,9 +89,9 @@ class DotProductOptions(CommonOptions[ArrayLike], total=False):
 
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: ArrayLike | QArray,
+    key: ArrayLike | QArray,
+    value: ArrayLike | QArray,
     *,
     return_lse: Literal[False] = False,
     return_amax: Literal[False] = False,
@@ -100,9 +101,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: ArrayLike | QArray,
+    key: ArrayLike | QArray,
+    value: ArrayLike | QArray,
     *,
     return_lse: Literal[True],
     return_amax: Literal[False] = False,
@@ -112,9 +113,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: ArrayLike | QArray,
+    key: ArrayLike | QArray,
+    value: ArrayLike | QArray,
     *,
     return_lse: bool,
     return_amax: Literal[False] = False,
@@ -124,9 +125,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: ArrayLike | QArray,
+    key: ArrayLike | QArray,
+    value: ArrayLike | QArray,
     *,
     return_lse: bool = False,
     return_amax: bool,
@@ -136,9 +137,9 @@ def flash_attention(
 
 @hinted
 def flash_attention(
-    query: Annotated[ArrayLike, "*B T N H"],
-    key: Annotated[ArrayLike, "*B S K H"],
-    value: Annotated[ArrayLike, "*B S K Hv"],
+    query: Annotated[ArrayLike | QArray, "*B T N H"],
+    key: Annotated[ArrayLike | QArray, "*B S K H"],
+    value: Annotated[ArrayLike | QArray, "*B S K Hv"],
     *,
     scale: Annotated[ArrayLike, ""] | None = None,
     bias: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,

@@ -82,7 +82,7 @@ CASES = (
     C("128 whole tiles causal", H=128, causal=True, T=320, S=333),
     C("128 float16", H=128, dtype="float16", causal=True),
     C("128 causal deterministic", H=128, causal=True, deterministic=True, T=333, S=333),
-    # Units of four of eight query heads: several add to a block of keys.
+    # Units of one of eight query heads: several add to a block of keys.
     C("128 mqa causal", H=128, N=8, K=1, causal=True, T=384, S=401),
     C("64 mqa causal deterministic", H=64, N=8, K=1, causal=True, T=384, S=401, deterministic=True),
     C("128 deterministic gqa segments", H=128, deterministic=True, **SEGMENTS_AND_LENGTHS),
@@ -95,7 +95,7 @@ CASES = (
     C("192 pairs causal", H=192, N=24, K=12, causal=True, T=130, S=610),
     C("256 pairs", H=256, N=24, K=12, T=70, S=530),
     C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
-    C("256 mqa causal", H=256, N=8, K=1, causal=True, T=200, S=200),
+    C("256 mqa causal", H=256, N=8, K=1, causal=True, T=256, S=256),
     # CTAs share the queries of a unit.
     C("few keys", H=128, N=1, T=2048, S=40),
     C("256 causal deterministic", H=256, causal=True, deterministic=True, T=200, S=200),

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,23 @@ _REFUSED = ("bias", "mask", "dropout_state", "score_ids")
 _LEAST_DIM, _LARGEST_DIM, _STEP = 64, 256, 16
 
 
+class QArray(Protocol):
+    """What qwix's QArray has, the values and scales of an array: qwix is not imported."""
+
+    @property
+    def qvalue(self) -> Any: ...
+    @property
+    def scale(self) -> Any: ...
+    @property
+    def zero_point(self) -> Any: ...
+
+
 def without_qarrays(
     arrays: Sequence[Any], scales: Sequence[Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Takes qwix's QArrays apart, to values and scales; what is none stays as it is.
 
-    They are known by their attributes: qwix is not imported.
+    They are known by their attributes.
     """
     parted = [_parts(*item) for item in zip(_NAMES, arrays, scales, strict=True)]
     values, scales = zip(*parted, strict=True)
@@ -47,6 +58,7 @@ def _parts(name: str, x: Any, scale: Any) -> tuple[Any, Any]:
     if scale is not None:
         raise ValueError(f"{name}_scale is given and {name} is a QArray, which has its own scale")
     values, scale = array(name, x.qvalue), array(f"the scale of {name}", x.scale)
+    _check_signs(f"the scale of {name}", x.scale, scale)
     if values.dtype != DTYPE:
         raise TypeError(f"{name} is a QArray of {values.dtype}; expected {DTYPE}")
     if x.zero_point is not None:

@@ -184,5 +184,7 @@ def test_wrong_arguments_are_named():
         jax_flash.pack_latent(jnp.ones(576, int))
     with pytest.raises(ValueError, match=r"rows has shape \(2, 512\); expected \[\*B, 576\]"):
         jax_flash.pack_latent(jnp.ones((2, 512)))
+    with pytest.raises(ValueError, match=r"expected uint8 \[\*B, 656\]"):
+        jax_flash.unpack_latent(jnp.ones((2, 5), "uint8"))
     with pytest.raises(TypeError, match="packed has dtype bfloat16"):
         jax_flash.unpack_latent(jnp.ones(656, "bfloat16"))

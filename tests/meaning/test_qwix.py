@@ -46,6 +46,8 @@ def test_arrays_of_qwix():
     refused("key_scale is given and key is a QArray", whole, key_scale=2.0)
     refused("key is a QArray of int8; expected float8_e4m3fn",
             qwix.quantize(draws[1], qtype=jnp.int8))  # fmt: skip
+    refused("the scale of key.* expected 0 or above",
+            whole.replace(scale=-np.ones((1,) * 4, np.float32)))  # fmt: skip
     zero_point = jnp.zeros((1,) * 4, E4M3)
     refused("key is a QArray with a zero_point", whole.replace(zero_point=zero_point))
     for tiles in ({1: 32}, {3: 32}):
