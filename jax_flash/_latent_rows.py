@@ -32,8 +32,8 @@ def pack_latent(rows: Annotated[ArrayLike, "*B 576"]) -> jax.Array:
 
     The first 512 features become float8_e4m3fn in four groups of 128. A group's scale is the least
     power of two with which its largest finite number is at most 448. So a feature is within 1/16 of
-    itself, or within 2^-10 times the scale. NaN stays, and infinity becomes NaN. The last 64
-    are rounded to bfloat16.
+    itself, or within 2^-10 times the scale. NaN stays, infinity becomes NaN, and what
+    is rounded up beyond 2^128 unpacks to infinity. The last 64 are rounded to bfloat16.
 
     Arguments:
       rows: `[*B, 576]`, floating: 512 of the latent, then 64 that are rotated.

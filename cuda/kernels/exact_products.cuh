@@ -258,7 +258,8 @@ struct Sums {
     }
     return flawed;
   }
-  // Adds row `of` of the others, by tensor cores what is not finite of it, to the rows that see it.
+  // Adds row `of` of the others to the rows that see it: all of it, or what is not finite where
+  // tensor cores have added the rest.
   template <class RightAt>
   __device__ __forceinline__ bool add_single(const Scores& weights, uint32 seen, int of,
                                              const void* right_data, RightAt right_at) {

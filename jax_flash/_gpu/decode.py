@@ -379,7 +379,8 @@ def _sizes_of_eight_bits(call: Any, shapes: Shapes) -> list[tuple[int, int, int]
         return [(1, 1, _WIDE_BLOCK), (1, 1, 64)]
     if max(shapes.head_dim, shapes.value_dim) <= 64 or shapes.scales_of_pages:
         return [(1, 2, _WIDE_BLOCK), (1, 2, 64)]
-    if known(shapes.kv_heads, 1) % 2 == 0 and known(shapes.batch, 1) >= _ROWS_OF_PAIRS:
+    has_pairs = known(shapes.kv_heads, 1) % 2 == 0 and known(shapes.batch, 1) >= _ROWS_OF_PAIRS
+    if has_pairs and shapes.head_dim <= 128:  # two stages of wider ones have no room
         return [(2, 2, 64)]
     if call.paged and (shapes.page_size or 0) % 64:
         return [(1, 3, 64), (1, 2, 64)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from jax_flash._call import Call
 from jax_flash._gpu import sm90
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._problem import Shapes
+from jax_flash._problem import Problem, Shapes
 
 REASON = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
 
@@ -22,9 +22,9 @@ _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
-# 16 bits, heads with keys of their own, no term: 0.93 to 1.7 times as fast forward, 1.02 to 1.7
-# with gradients. With eight keys, or heads that share keys, either may be faster. 2^19 scores were
-# measured.
+# 16 bits, heads with keys of their own, full, no term: 0.93 to 1.7 times as fast forward, 1.02 to
+# 1.7 with gradients. With eight keys, or heads that share keys, either may be faster. 2^19 scores
+# were measured.
 _FEW_KEYS, _FEW_KEYS_SCORES = 4, 1 << 19
 _ROWS = 64  # whose keys half of an H100 reads: 111 us for 573 of products that are not tuned
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
@@ -52,7 +52,10 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return True
     little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
     own = heads == shapes.kv_heads
-    if own and not call.problem.terms and keys <= _FEW_KEYS and scores <= _FEW_KEYS_SCORES:
+    plain = Problem(
+        call.problem.dtype, call.problem.scale, deterministic=call.problem.deterministic
+    )
+    if own and call.problem == plain and keys <= _FEW_KEYS and scores <= _FEW_KEYS_SCORES:
         return True
     if little and min(queries, keys) <= (_LITTLE_OWN if own else _LITTLE_LENGTH):
         return True

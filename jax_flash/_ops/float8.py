@@ -29,7 +29,8 @@ from jax_flash._terms import DIFFERENTIABLE
 from jax_flash._varying import vary_over
 
 _ARRAYS = ("q", "k", "v")
-# In the place of 0: scores of it are 0 in float32, and its product with another is not 0.
+# In the place of 0: scores of it are 0 in float32, and its product with another is not 0, if the
+# other scale is between 2^-60 and 2^20.
 _LEAST_SCALE = 2.0**-60
 
 

@@ -243,9 +243,9 @@ def _scale(name: str, scale: Any, of: str, x: jax.Array) -> jax.Array:
 def _check_signs(name: str, given: Any, scale: jax.Array) -> None:
     """Refuses scales below 0, by which kernels take a row's least score for its largest.
 
-    What NumPy holds is looked at always, the rest under `debug_values`.
+    What NumPy or Python holds is looked at always, the rest under `debug_values`.
     """
-    if isinstance(given, jax.Array):
+    if not isinstance(given, np.ndarray | np.generic | int | float):
         _debug.check(functools.partial(_debug.negative, name), scale)
     elif (message := _debug.negative(name, np.asarray(given))) is not None:
         raise ValueError(message)

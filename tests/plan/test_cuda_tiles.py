@@ -1,7 +1,6 @@
 """How a Hopper GPU runs a problem, and what is refused: pure choices, tested without a GPU."""
 
 import dataclasses
-import itertools
 import re
 
 import jax
@@ -13,7 +12,6 @@ from jax_flash._gpu import spec
 from jax_flash._gpu.sizes import evaluate
 from jax_flash._gpu.sm90.hopper import multiprocessors
 from jax_flash._ops import passes
-from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
 from .plain_calls import DIMS, H200, PLAIN, SHAPES, replace_dims
@@ -357,26 +355,6 @@ def test_scores_stored_for_a_shared_bias(family, batch, length, heads, kv_heads,
     for change in ({"dtype": "float32"}, {"queries": 1}, {"heads": 1}):
         other = dataclasses.replace(shapes, bias=dataclasses.replace(bias, **change))
         assert not family.choose_backward(problem, other, H200).stores_dbias
-
-
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_teams_of_decoding_have_a_stage_each(dim):
-    call = Decode(PLAIN, None)
-    for batch, length in itertools.product((1, 4, 8), (64, 320, 1024, 3000, 4096, 16384, 1 << 17)):
-        shapes = dataclasses.replace(
-            SHAPES, batch=batch, q_len=1, kv_len=length, head_dim=dim, value_dim=dim
-        )
-        tiling = _gpu.plan(call, shapes, H200).tiling
-        assert tiling.stages >= tiling.teams
-    assert tiling.cluster == 1
-    assert tiling.teams == 1
-
-
-@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 4), (3, 4), (4, 2), (8, 2), (9, 1)])
-def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
-    """Clusters of 4 and 8 lie within a GPC: not in all of the 132 multiprocessors."""
-    shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=4096, kv_heads=8)
-    assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
 
 
 def test_plan_prints_what_was_chosen():

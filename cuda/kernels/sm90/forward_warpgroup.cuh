@@ -429,7 +429,7 @@ struct Warpgroup : WarpgroupProducts {
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
   }
   // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
-  // among other masked values shows in the result, and repeat_rows takes it out again.)
+  // among other masked values shows in the result, and repair_rows takes it out again.)
   __device__ __forceinline__ void sanitise_value(int value_block) {
     if constexpr (kClearsValues) {
       const int valid = unit().kv_length - value_block * kBlockKV;

@@ -1,7 +1,7 @@
 // Latent decoding: the warps that load queries and blocks of keys by TMA. Each has every fourth
 // box: one that loads all takes some 60 cycles for each box, and for each piece of one. Where a
-// piece is one row each has a quarter of all rows, by cp.async: see kByThreads. Rows of float8 come
-// through registers: latent_packed.cuh.
+// piece is one row each has a quarter of all rows, by cp.async: see kByThreads. Packed rows come by
+// cp.async too, and are converted: latent_packed.cuh.
 #pragma once
 
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1

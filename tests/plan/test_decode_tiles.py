@@ -1,0 +1,48 @@
+"""How a Hopper GPU decodes: pure choices, tested without a GPU."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jax_flash import _gpu
+from jax_flash._ops.decode import Decode
+
+from .plain_calls import H200, PLAIN, SHAPES
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_teams_of_decoding_have_a_stage_each(dim):
+    call = Decode(PLAIN, None)
+    for batch, length in itertools.product((1, 4, 8), (64, 320, 1024, 3000, 4096, 16384, 1 << 17)):
+        shapes = dataclasses.replace(
+            SHAPES, batch=batch, q_len=1, kv_len=length, head_dim=dim, value_dim=dim
+        )
+        tiling = _gpu.plan(call, shapes, H200).tiling
+        assert tiling.stages >= tiling.teams
+    assert tiling.cluster == 1
+    assert tiling.teams == 1
+
+
+@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 4), (3, 4), (4, 2), (8, 2), (9, 1)])
+def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
+    """Clusters of 4 and 8 lie within a GPC: not in all of the 132 multiprocessors."""
+    shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=4096, kv_heads=8)
+    assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (400, 128), (576, 128), (128, 200)])
+def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
+    """Two kv heads of a CTA are a choice where there is room for two stages."""
+    call = Decode(PLAIN, None, quantized="int8", paged=paged)
+    for batch in (31, 32, 64):
+        shapes = dataclasses.replace(
+            SHAPES, batch=batch, q_len=1, kv_len=2048, q_heads=32, kv_heads=8,
+            head_dim=dims[0], value_dim=dims[1], page_size=64 if paged else None,
+        )  # fmt: skip
+        tiling = _gpu.plan(call, shapes, H200).tiling
+        assert tiling.stages >= (2 if dims[0] <= 400 else 1)
+        assert tiling.heads == (2 if batch > 31 and dims == (128, 128) else 1)

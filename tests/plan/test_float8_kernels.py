@@ -1,0 +1,38 @@
+"""Which calls of float8 Hopper's kernels take, and the reasons for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jax_flash import _backends, _gpu
+from jax_flash._float8 import DTYPE
+from jax_flash._ops.float8 import Float8
+from jax_flash._problem import Problem, Shapes
+
+CROWDED = "no left window, softcap, segment ids, positions or block mask at head dims above 128"
+SEGMENTS = {"terms": ("query_segments", "key_value_segments")}
+POSITIONS = {"terms": ("query_positions", "key_value_positions"), "window": (None, 0)}
+
+
+@pytest.mark.parametrize(
+    ("dim", "changes", "reason"),
+    [
+        (64, {"softcap": 3.0, "window": (100, 100)}, None),
+        (128, SEGMENTS, None),
+        (192, {"window": (None, 0)}, None),
+        (256, {"terms": ("key_value_lengths",)}, None),
+        (192, {"window": (100, 0)}, CROWDED),
+        (256, {"softcap": 3.0}, CROWDED),
+        (256, SEGMENTS, CROWDED),
+        (256, POSITIONS, CROWDED),
+        (160, {}, "take head dims up to 128, 192 or 256, not 160"),
+    ],
+)
+def test_which(dim: int, changes: dict[str, Any], reason: str | None):
+    call = Float8(Problem(dtype=DTYPE, scale=0.1, **changes), None)
+    shapes = Shapes(2, 512, 512, 4, 4, dim, dim)
+    reasons = _backends.BACKENDS["cuda"].decline(call, shapes, _gpu.spec.GPUS["H100"])
+    assert bool(reasons) == (reason is not None)
+    assert reason is None or any(reason in said for said in reasons)
