@@ -101,6 +101,12 @@ def table() -> str:
         cells[f"caches of {dtype} with scales{since}"] = [
             _decodes(column, call, dtypes=_HALVES, dims=(64, 128, 256)) for column in _COLUMNS
         ]
+    packed = Decode(_PLAIN, None, paged=True, value_dim=512, latent_rows=True)
+    one_head = {"kv_heads": 1, "value_dim": 512}
+    cells["caches of latent attention in rows of 656 bytes (`cuda` on Hopper)"] = [
+        _decodes(column, packed, dtypes=("bfloat16",), dims=(576,), **one_head)
+        for column in _COLUMNS
+    ]
     rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     return "\n".join(rows) + "\n"
 
@@ -138,12 +144,14 @@ def _decodes(
     q_len: int = 1,
     dtypes: tuple[str, ...] = ("float32", *_HALVES),
     dims: tuple[int, ...] = (33, 64, 128, 256),
+    **changes: int,
 ) -> str:
     backend, gpu = column
     declined = False
     for dtype, head_dim in itertools.product(dtypes, dims):
         call = dataclasses.replace(call, problem=dataclasses.replace(_PLAIN, dtype=dtype))
-        shapes = dataclasses.replace(_SHAPES, q_len=q_len, head_dim=head_dim, value_dim=head_dim)
+        of_dim = {"q_len": q_len, "head_dim": head_dim, "value_dim": head_dim} | changes
+        shapes = dataclasses.replace(_SHAPES, **of_dim)
         gpu_spec = _gpu.spec.GPUS[gpu]
         declined |= bool(_backends.BACKENDS[backend].decline(call, shapes, gpu_spec))
     return "no" if declined else "yes"
