@@ -205,6 +205,13 @@ CALLS = {
 }
 
 
+def agree_in_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    """Compares arrays that were quantised, which are the same on each backend."""
+    assert got.keys() == want.keys()
+    for part, bits in want.items():
+        np.testing.assert_array_equal(got[part], bits, err_msg=part)
+
+
 def agree(got: dict[str, np.ndarray], want: dict[str, np.ndarray], *, lse: float = 3e-3) -> None:
     """Compares to the rounding of weights, and lse to so much; NaN and empty rows are the same."""
     np.testing.assert_array_equal(np.isnan(got["out"]), np.isnan(want["out"]))

@@ -76,7 +76,7 @@ def _parts(name: str, x: Any, scale: Any) -> tuple[Any, Any]:
     ):
         raise ValueError(
             f"the scale of {name} has shape {scale.shape} and its qvalue {values.shape}; expected "
-            f"scales of all features, and of all positions or a multiple of {BLOCKS[0]}, such as "
+            f"one for all features of a head, and all positions or a multiple of {BLOCKS[0]}, as "
             "qwix.quantize(..., channelwise_axes=(0, 2), tiled_axes={1: 128}) makes of [B, T, N, H]"
         )
     if blocks > 1:
