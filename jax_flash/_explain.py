@@ -135,7 +135,7 @@ class Explanation:
 def explain(
     query: Array | QArray,
     key: Array | QArray,
-    value: Array | QArray,
+    value: Array | QArray | None,
     *,
     gpu: str | None = None,
     **options: Unpack[ExplainOptions],
@@ -167,7 +167,7 @@ def explain(
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     backend = options.get("backend")
     calls = (
-        passes(problem, backend)
+        passes(problem, backend, value_dim=given.value_dim)
         if float8 is None
         else float8.passes(problem, backend, shapes.head_dim)
     )

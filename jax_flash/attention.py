@@ -57,7 +57,7 @@ class LayerOptions(CommonOptions[A], Generic[A], total=False):
 
 
 class Options(LayerOptions[A], Generic[A], total=False):
-    """All keywords of `flash_attention` but those of float8 and return_lse."""
+    """All keywords of `flash_attention` but value_dim, those of float8 and return_lse."""
 
     bias: A | None
     mask: A | None
@@ -72,6 +72,7 @@ class Options(LayerOptions[A], Generic[A], total=False):
 class Float8Options(Options[A], Generic[A], total=False):
     """All keywords of `flash_attention` but return_lse and return_amax."""
 
+    value_dim: int | None
     query_scale: A | None
     key_scale: A | None
     value_scale: A | None
@@ -91,7 +92,7 @@ class DotProductOptions(CommonOptions[ArrayLike], total=False):
 def flash_attention(
     query: ArrayLike | QArray,
     key: ArrayLike | QArray,
-    value: ArrayLike | QArray,
+    value: ArrayLike | QArray | None,
     *,
     return_lse: Literal[False] = False,
     return_amax: Literal[False] = False,
@@ -103,7 +104,7 @@ def flash_attention(
 def flash_attention(
     query: ArrayLike | QArray,
     key: ArrayLike | QArray,
-    value: ArrayLike | QArray,
+    value: ArrayLike | QArray | None,
     *,
     return_lse: Literal[True],
     return_amax: Literal[False] = False,
@@ -115,7 +116,7 @@ def flash_attention(
 def flash_attention(
     query: ArrayLike | QArray,
     key: ArrayLike | QArray,
-    value: ArrayLike | QArray,
+    value: ArrayLike | QArray | None,
     *,
     return_lse: bool,
     return_amax: Literal[False] = False,
@@ -127,7 +128,7 @@ def flash_attention(
 def flash_attention(
     query: ArrayLike | QArray,
     key: ArrayLike | QArray,
-    value: ArrayLike | QArray,
+    value: ArrayLike | QArray | None,
     *,
     return_lse: bool = False,
     return_amax: bool,
@@ -139,7 +140,7 @@ def flash_attention(
 def flash_attention(
     query: Annotated[ArrayLike | QArray, "*B T N H"],
     key: Annotated[ArrayLike | QArray, "*B S K H"],
-    value: Annotated[ArrayLike | QArray, "*B S K Hv"],
+    value: Annotated[ArrayLike | QArray, "*B S K Hv"] | None,
     *,
     scale: Annotated[ArrayLike, ""] | None = None,
     bias: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
@@ -155,6 +156,7 @@ def flash_attention(
     query_positions: Annotated[ArrayLike, "*B T"] | None = None,
     key_value_positions: Annotated[ArrayLike, "*B S"] | None = None,
     indices: Annotated[ArrayLike, "*B T n"] | None = None,
+    value_dim: int | None = None,
     softcap: float | None = None,
     score_mod: ScoreFunction | None = None,
     sinks: Annotated[ArrayLike, "N"] | None = None,
@@ -206,7 +208,9 @@ def flash_attention(
         value of float8_e4m3fn may each be qwix's QArray, with scales of the shapes below.
       key: `[*B, S, K, H]`, in query's dtype; K divides N, and query head n reads head
         n // (N // K).
-      value: `[*B, S, K, Hv]`, in query's dtype.
+      value: `[*B, S, K, Hv]`, in query's dtype; None: the values are the first `value_dim` features
+        of the keys, as in absorbed latent attention (there K 1, H 576, value_dim 512). Beside
+        indices kernels then read both at once; elsewhere it is the same as to give these features.
       scale: of the dot products; None: 1 / sqrt(H). A jax.Array of shape () may be traced, mapped
         and differentiated: query is multiplied by scale * sqrt(H) in float32 and rounded to its
         dtype, once more than with a Python or NumPy number, and the kernel's scale is 1 / sqrt(H).
@@ -241,6 +245,7 @@ def flash_attention(
         once. A query reads those that lengths, causality, windows, segment ids and positions let
         it see; memory and time grow with n, not S. Not beside bias, mask, block_mask, score_mod,
         dropout, deterministic or float8. Its gradients are "xla"'s.
+      value_dim: see value; Hv then. Not in float8, where values have scales of their own.
       softcap: c in c * tanh(logits / c), above 0.
       score_mod: f(score, batch, head, query, key) -> score, any JAX function of scalars, applied
         to each score scale * query keyᵀ + bias in the place of softcap, which it excludes. score
@@ -345,6 +350,7 @@ def flash_attention(
         query_positions=query_positions,
         key_value_positions=key_value_positions,
         indices=indices,
+        value_dim=value_dim,
         softcap=softcap,
         score_mod=score_mod,
         sinks=sinks,
@@ -362,7 +368,8 @@ def flash_attention(
     )
     amax = given.amax
     if given.float8 is None:
-        out, lse = _ops.attend(given.problem, backend, *given.operands)
+        within = given.value_dim
+        out, lse = _ops.attend(given.problem, backend, *given.operands, value_dim=within)
     else:
         out, lse, found = float8.attend(given.float8, given.problem, backend, *given.operands)
         amax = found if amax is None else amax

@@ -35,6 +35,7 @@ class Case:
     options: dict = dataclasses.field(default_factory=dict)
     terms: dict = dataclasses.field(default_factory=dict)  # dims of ints that are drawn, and below
     sinks: bool = False
+    within: bool = False  # values are the first features of the keys
 
     def draw(self) -> Drawn:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
@@ -48,6 +49,8 @@ class Case:
             "key": normal(*lead, self.S, self.K, self.H),
             "value": normal(*lead, self.S, self.K, self.Hv),
         }
+        if self.within:
+            arrays["value"] = arrays["key"][..., : self.Hv].copy()
         for name, (dims, below) in self.terms.items():
             shape = (*lead, *(sizes[x] for x in dims))
             arrays[name] = rng.integers(0, below, shape).astype(np.int32)
@@ -59,6 +62,8 @@ class Case:
         seen = drawn.truth().seen.reshape(*lead, self.N, self.T, self.S)
         unread = ~seen.any(axis=(-3, -2))
         arrays["key"][unread], arrays["value"][unread] = np.nan, np.inf
+        if self.within:
+            arrays["value"][unread] = np.nan
         blind = ~seen.any(axis=(-3, -1))
         arrays["query"][blind], dout[blind] = np.nan, np.nan
         return drawn
@@ -99,8 +104,10 @@ class Drawn:
     def run(self, backend: str | None) -> tuple[jax.Array, ...]:
         """Computes out and lse."""
         options = self.case.options | {"precision": "highest", "return_lse": True}
+        values = {"value": None, "value_dim": self.case.Hv} if self.case.within else {}
 
         def call(arrays, indices):
+            arrays = arrays | values
             return jax_flash.flash_attention(**arrays, indices=indices, **options, backend=backend)
 
         return jax.jit(call)(self.arrays, self.indices)
@@ -121,7 +128,7 @@ class Drawn:
 
 CASES = (
     # Latent attention's dims: 512 keys of 1088 numbers, so that 30 queries are a block.
-    Case("latent", lead=(), T=40, S=600, N=16, K=1, H=576, Hv=512, n=512,
+    Case("latent", lead=(), T=40, S=600, N=16, K=1, H=576, Hv=512, n=512, within=True,
          options={"is_causal": True, "causal_align": "bottom_right", "scale": 0.1}),
     Case("lengths, a window, a softcap and sinks", lead=(2, 2), sinks=True,
          options={"is_causal": True, "causal_align": "bottom_right",

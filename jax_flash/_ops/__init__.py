@@ -25,11 +25,15 @@ __all__ = ["Backward", "Form", "Forward", "attend", "flash_backward_p", "passes"
 
 
 def passes(
-    problem: Problem, backend: str | None = None, *, with_dlse: bool = False
+    problem: Problem,
+    backend: str | None = None,
+    *,
+    with_dlse: bool = False,
+    value_dim: int | None = None,
 ) -> dict[str, Call]:
     """Returns the passes of a call that is differentiated in all that has a gradient, by name."""
     bias = ("bias",) if "bias" in problem.terms else ()
     return {
-        "forward": Forward(problem, backend),
+        "forward": Forward(problem, backend, value_dim=value_dim),
         "backward": Backward(problem, backend, with_dlse, ("q", "k", "v", *bias)),
     }

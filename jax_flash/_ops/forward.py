@@ -33,6 +33,7 @@ class Forward(Call):
     """One flash_forward, operands aside."""
 
     gradients: tuple[str, ...] = ()  # that a backward pass may ask for, in its order
+    value_dim: int | None = None  # v is the first so many features of k; None: an array of its own
 
     target = "forward"
 
@@ -65,7 +66,8 @@ class Forward(Call):
 
     @property
     def _of_rows(self) -> Decode:
-        return Decode(of_rows(self.problem), self.backend, paged=True, packs=True)
+        rows, within = of_rows(self.problem), self.value_dim
+        return Decode(rows, self.backend, value_dim=within, paged=True, packs=True)
 
     def run_instead(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         call = self._of_rows
@@ -112,6 +114,7 @@ def _transpose(cotangents, *operands, call: Forward):
     q, k, v, *terms = operands
     dout, _ = cotangents
     primals = (q, k, ad.instantiate_zeros(ad.Zero(v.aval)), *terms)
+    call = dataclasses.replace(call, value_dim=None)
     out, lse = flash_forward_p.bind(*primals, call=call)
     cotangents = (dout, ad.Zero(jax.typeof(lse)))
     *_, dv = tangent.transpose(cotangents, *primals, out, lse, v, call=call, active=("v",))
@@ -126,7 +129,7 @@ ad.primitive_transposes[flash_forward_p] = _transpose
 
 
 def attend(
-    problem: Problem, backend: str | None, *operands: jax.Array
+    problem: Problem, backend: str | None, *operands: jax.Array, value_dim: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes attention, differentiably.
 
@@ -134,6 +137,7 @@ def attend(
       problem: what to compute.
       backend: which backend runs it; None: the first that can.
       operands: q, k, v, and problem.optional, as `_validate.prepare` makes them.
+      value_dim: v is the first so many features of k; None: it may be another array.
 
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
 
@@ -141,7 +145,7 @@ def attend(
     """
     q, k, v, *_ = operands
     shapes = Shapes.of(q, k, v)
-    call = Forward(problem, backend)
+    call = Forward(problem, backend, value_dim=value_dim)
     _backends.require(call, shapes)
     operands = vary_over(operands, operands)
     if shapes.empty:

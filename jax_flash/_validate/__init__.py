@@ -19,7 +19,7 @@ from jax_flash._ops.float8 import Form
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import TERMS, capture
 from jax_flash._validate import float8
-from jax_flash._validate.arrays import array, check_head_dim, query_key_value
+from jax_flash._validate.arrays import array, check_head_dim, query_key_value, value_within
 from jax_flash._validate.masks import blocks_of, check_sizes, mask_of, score_function, whole
 from jax_flash._validate.scalars import (
     choice,
@@ -61,6 +61,7 @@ class Prepared(NamedTuple):
       out_dtype: of the result.
       amax: the largest magnitudes of query, key and value, where they are asked for and `float8`
         does not find them.
+      value_dim: v is the first so many features of k, where a kernel makes use of it; else None.
     """
 
     problem: Problem
@@ -70,6 +71,7 @@ class Prepared(NamedTuple):
     float8: Form | None
     out_dtype: Any
     amax: jax.Array | None
+    value_dim: int | None
 
 
 def prepare(
@@ -91,6 +93,7 @@ def prepare(
     query_positions: Any,
     key_value_positions: Any,
     indices: Any = None,
+    value_dim: Any = None,
     softcap: Any,
     score_mod: Any,
     sinks: Any,
@@ -115,6 +118,8 @@ def prepare(
 
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
+    if shards is None:
+        value, value_dim = value_within(key, value, value_dim)
     given_scales = query_scale, key_scale, value_scale
     values, scales = float8.without_qarrays((query, key, value), given_scales)
     q, k, v = query_key_value(*values, *([DTYPE] if shards is None else []))
@@ -212,4 +217,6 @@ def prepare(
     operands = (made.query, made.key, made.value, *optional)
     if asked is not None and with_amax:
         form, amax = float8.amax_of(form, asked.scales, arrays, operands[:3])
-    return Prepared(made.problem, operands, q.shape[:-1], rewrites, form, out_dtype, amax)
+    is_within = "indices" in made.problem.terms and made.key is k and made.value is v
+    within = value_dim if is_within else None
+    return Prepared(made.problem, operands, q.shape[:-1], rewrites, form, out_dtype, amax, within)

@@ -3,6 +3,7 @@
 Errors name the argument, its shape or dtype, and what would be right. Read next: `terms.py`.
 """
 
+import numbers
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._backends import warn_once
+from jax_flash._float8 import DTYPE
 from jax_flash._terms import FLOATS, TERMS, sum_dtype
 
 _FLOATS_TEXT = ", ".join(FLOATS)
@@ -72,6 +74,40 @@ def query_key_value(query, key, value, *others: str) -> tuple[jax.Array, jax.Arr
             f"{kv_heads} of {k.shape[-3]} (shape {k.shape}){order}"
         )
     return q, k, v
+
+
+def value_within(key: Any, value: Any, value_dim: Any) -> tuple[Any, int | None]:
+    """Returns the values, taken from the keys where there are none of their own, and of how many
+    features they are then."""
+    if value is not None:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim is {value_dim!r} beside a value; expected None, since the value has "
+                "its own last dim"
+            )
+        return value, None
+    if hasattr(key, "qvalue") or getattr(key, "dtype", None) == DTYPE:
+        raise TypeError(
+            "value is None and key in float8; expected a value, which has scales of its own"
+        )
+    k = array("key", key)
+    if k.ndim < 3:
+        return k, None  # which is refused by its rank
+    check_head_dim("key", k)
+    value_dim = value_dim_of(value_dim, "value", k.shape[-1])
+    return k[..., :value_dim], value_dim
+
+
+def value_dim_of(value_dim: Any, value: str, head_dim: int) -> int:
+    """Checks how many of the keys' features are the values, where the argument of them is None."""
+    if isinstance(value_dim, bool) or not isinstance(value_dim, numbers.Integral):
+        raise TypeError(
+            f"value_dim is {value_dim!r} and {value} None; expected a {value}, or an int: how "
+            "many of the first features of the keys are the values"
+        )
+    if not 1 <= value_dim <= head_dim:
+        raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
+    return int(value_dim)
 
 
 def _heads_before_positions(q: jax.Array, k: jax.Array) -> str:

@@ -16,7 +16,7 @@ from jax_flash._latent_rows import is_packed
 from jax_flash._ops.decode import MOST_QUERIES, Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
-from jax_flash._validate.arrays import array, check_head_dim, in_full
+from jax_flash._validate.arrays import array, check_head_dim, in_full, value_dim_of
 from jax_flash._validate.scalars import precision_of, scale_of, softcap_of, window_sides
 from jax_flash._validate.terms import indices_of, sinks_of
 
@@ -204,19 +204,12 @@ class Caches:
                     "has its own last dim"
                 )
             return None
-        if isinstance(value_dim, bool) or not isinstance(value_dim, numbers.Integral):
-            raise TypeError(
-                f"value_dim is {value_dim!r} and {name} None; expected a {name}, or an int: how "
-                "many of the first features of the keys are the values"
-            )
-        value_dim = int(value_dim)
+        value_dim = value_dim_of(value_dim, name, head_dim)
         if self.latent_rows and value_dim != _latent_rows.VALUE_DIM:
             raise ValueError(
                 f"value_dim is {value_dim} and {self.names[0]} has packed rows; expected "
                 f"{_latent_rows.VALUE_DIM}, their features of float8"
             )
-        if not 1 <= value_dim <= head_dim:
-            raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
         return value_dim
 
     def look(self, lengths: Any, first: Callable[[], Any], stop: Callable[[], Any]) -> None:

@@ -99,6 +99,27 @@ def test_derivatives_of_members_that_share_what_they_can():
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_values_that_are_features_of_keys(chosen):
+    """As those features given: results, gradients, forward mode and members that share keys."""
+    (q, k, _), indices = small(lead=(2,), N=4, K=1, H=24)
+    options = {"indices": indices} if chosen else {}
+
+    def derivatives(**values):
+        def attend(q, k):
+            given = {"value": k[..., :16]} if not values else {"value": None} | values
+            return jax_flash.flash_attention(q, k, **given, **options, is_causal=True)
+
+        results, pull = jax.vjp(attend, q, k)
+        _, forward = jax.jvp(attend, (q, k), (jnp.cos(q), jnp.sin(k)))
+        members = jax.vmap(attend, (0, None))(jnp.stack([q, 2 * q]), k)
+        return results, pull(jnp.sin(results)), forward, members
+
+    got, expected = derivatives(value_dim=np.int64(16)), derivatives()
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_split_over_batch_and_heads_without_a_collective():
     mesh = mesh_of((4, 2))
     (q, k, v), indices = small(lead=(4,), N=4, K=2)
@@ -162,6 +183,11 @@ FAULTS = {
     "score_mod": ({"score_mod": lambda s, *_: 2 * s}, ValueError, "score_mod is given beside"),
     "dropout": ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, ValueError,
                 "dropout_rate is given beside indices"),
+    "no value": ({"value": None}, TypeError, "value_dim is None and value None; expected a value"),
+    "wide values": ({"value": None, "value_dim": 9}, ValueError, "expected 1 to 8, the head dim"),
+    "both": ({"value_dim": 8}, ValueError, "value_dim is 8 beside a value; expected None"),
+    "float8": ({"value": None, "value_dim": 8, "key": np.ones((2, 11, 2, 8), "float8_e4m3fn")},
+               TypeError, "value is None and key in float8; expected a value"),
     "deterministic": ({"deterministic": True}, ValueError, "deterministic is given beside"),
 }  # fmt: skip
 
@@ -171,7 +197,8 @@ def test_faults(name):
     change, error, says = FAULTS[name]
     (q, k, v), indices = small()
     with pytest.raises(error, match=re.escape(says)):
-        jax_flash.flash_attention(q, k, v, **({"indices": indices} | change))
+        given = {"query": q, "key": k, "value": v, "indices": indices}
+        jax_flash.flash_attention(**(given | change))
 
 
 def test_what_else_is_refused():
@@ -203,3 +230,11 @@ def test_explain_says_what_runs_it():
     assert found.backward.refusals["cuda"] == ("the CUDA kernels have no gradients of chosen keys",)
     assert found.forward.kernel.plan.target.endswith("decode")
     assert "indices" in repr(found)
+    query = jax.ShapeDtypeStruct((1, 64, 16, 576), jnp.bfloat16)
+    latent = jax.ShapeDtypeStruct((1, 256, 1, 576), jnp.bfloat16)
+    options = {"indices": jax.ShapeDtypeStruct((1, 64, 32), jnp.int32), "gpu": "H200"}
+    found = jax_flash.explain(query, latent, None, value_dim=512, **options)
+    assert found.forward.kernel.plan.source == "sm90_latent/decode.cuh"
+    apart = jax.ShapeDtypeStruct((1, 256, 1, 512), jnp.bfloat16)
+    found = jax_flash.explain(query, latent, apart, **options)
+    assert found.forward.kernel.plan.source == "sm90/decode.cuh"
