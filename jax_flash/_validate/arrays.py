@@ -105,9 +105,10 @@ def value_dim_of(value_dim: Any, value: str, head_dim: int) -> int:
             f"value_dim is {value_dim!r} and {value} None; expected a {value}, or an int: how "
             "many of the first features of the keys are the values"
         )
-    if not 1 <= value_dim <= head_dim:
-        raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
-    return int(value_dim)
+    found = int(value_dim)
+    if not 1 <= found <= head_dim:
+        raise ValueError(f"value_dim is {found}; expected 1 to {head_dim}, the head dim")
+    return found
 
 
 def _heads_before_positions(q: jax.Array, k: jax.Array) -> str:

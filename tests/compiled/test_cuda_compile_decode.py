@@ -35,6 +35,7 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((576, 512), (128, 1), {"latent": True, "latent_rows": True, "everything": True}),
     ((576, 512), (128, 2), {"latent": True}),
     ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
+    ((192, 128), (64, 1), {"q_len": 16, "page": 1, "everything": True}),
     ((128, 128), (64, 8), {"cache": "float8_e4m3fn"}),
     ((256, 256), (16, 4), {"cache": "float8_e4m3fn", "everything": True}),
     ((128, 128), (16, 4), {"cache": "float8_e4m3fn", "q_len": 16, "everything": True}),
@@ -67,6 +68,7 @@ OTHERS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
 def test_decode_compiles_without_spills(dims, heads, change):
     gpu = _gpu.spec.GPUS[change.get("gpu", "H200")]
     page = 16 if change.get("everything") else 1 if change.get("packs") else None
+    page = change.get("page", page)
     shapes = dataclasses.replace(
         SHAPES,
         batch=change.get("batch", 64),

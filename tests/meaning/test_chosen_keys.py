@@ -196,9 +196,9 @@ FAULTS = {
 def test_faults(name):
     change, error, says = FAULTS[name]
     (q, k, v), indices = small()
+    given = {"query": q, "key": k, "value": v, "indices": indices} | change
     with pytest.raises(error, match=re.escape(says)):
-        given = {"query": q, "key": k, "value": v, "indices": indices}
-        jax_flash.flash_attention(**(given | change))
+        jax_flash.flash_attention(**given)
 
 
 def test_what_else_is_refused():
@@ -237,4 +237,4 @@ def test_explain_says_what_runs_it():
     assert found.forward.kernel.plan.source == "sm90_latent/decode.cuh"
     apart = jax.ShapeDtypeStruct((1, 256, 1, 512), jnp.bfloat16)
     found = jax_flash.explain(query, latent, apart, **options)
-    assert found.forward.kernel.plan.source == "sm90/decode.cuh"
+    assert found.forward.kernel.plan.source == "sm80/decode.cuh"

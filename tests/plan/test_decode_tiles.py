@@ -33,6 +33,19 @@ def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
     assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
 
 
+@pytest.mark.parametrize(
+    ("page", "cache", "family"),
+    [(1, None, "decode_sm80"), (6, None, "decode_sm80"), (4, None, "decode"), (64, None, "decode"),
+     (1, "int8", "decode")],
+)  # fmt: skip
+def test_positions_that_lie_apart_come_by_cp_async(page, cache, family):
+    call = Decode(PLAIN, None, quantized=cache, paged=True)
+    for batch in (4, 64):
+        shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=1024, page_size=page)
+        made = _gpu.plan(call, shapes, H200)
+        assert made.family == family
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (400, 128), (576, 128), (128, 200)])
 def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
