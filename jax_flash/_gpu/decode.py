@@ -61,8 +61,8 @@ class _Decode(Family):
             )
         elif self.tma and _lie_apart(call, shapes):
             reasons.append(
-                f"the CUDA kernels of decoding by TMA take pages of {_FEWEST_TOGETHER} positions or "
-                f"a multiple, not {shapes.page_size}"
+                f"the CUDA kernels of decoding by TMA take pages of {_FEWEST_TOGETHER} positions "
+                f"or a multiple, not {shapes.page_size}"
             )
         elif dtype == "float32" and max(dims) > _MOST_SPLIT:
             reasons.append(
@@ -322,8 +322,8 @@ def _has_tma(call: Any, shapes: Shapes, gpu: GpuSpec) -> bool:
 
 
 _MULTIPROCESSORS = 132  # where the GPU is not known
-# Positions of a page: in pages of 1 64 rows of 4096 take 594 us by cp.async and 1284 by TMA, of 2 542
-# and 672, of 4 494 and 391 (H100).
+# Positions of a page. In pages of 1 64 rows of 4096 take 594 us by cp.async and 1284 by TMA, of 2
+# 542 and 672, of 4 494 and 391 (H100).
 _FEWEST_TOGETHER = 4
 _MOST_IN_CLUSTER = 4096  # positions of a CTA
 # Half as many steps as with 64 positions, 3 % faster; in a cluster where a CTA has as many.
