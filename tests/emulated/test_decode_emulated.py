@@ -36,7 +36,7 @@ TILED = (
     # CTAs of a cluster share a row; one more and it would have no block.
     (Case("cluster", T=3, N=8, K=4, **SHORT), {"cluster": 2}),
     (Case("cluster of three", T=2, N=4, K=1, sinks=True, page=16, **SHORT), {"cluster": 3}),
-    (Case("cluster rotates", T=5, N=4, page=5, rotary=100.0, dtype="float16"), {"cluster": 2}),
+    (Case("cluster rotates", T=5, N=4, page=12, rotary=100.0, dtype="float16"), {"cluster": 2}),
     (Case("rotated ahead", T=3, H=24, rotary=100.0, dtype="bfloat16"), {}),
     (Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"), {}),
 )
