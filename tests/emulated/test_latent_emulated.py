@@ -22,7 +22,7 @@ from ..ragged_cases import Batch, Drawn
 class Latent:
     """A case by these kernels, by a tiling of its own."""
 
-    arguments: Arguments | Drawn | Chosen
+    arguments: Arguments | Drawn | Call
     tiling: dict[str, Any]
 
     def run(self, backend: str) -> jax_flash.Decoded | jax_flash.Attended:
@@ -79,8 +79,8 @@ def test_requests_over_pages(emulator: Emulator):
 
 
 @dataclasses.dataclass
-class Chosen:
-    """A call of two rows that read chosen keys, of which a tenth are none."""
+class Call:
+    """A call of decode_attention with these arrays."""
 
     arrays: dict[str, Any]
 
@@ -92,6 +92,7 @@ class Chosen:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages of 64"])
 def test_chosen_keys(paged: bool, emulator: Emulator):
+    """Two rows that read chosen keys, of which a tenth are none."""
     rng = np.random.default_rng(5)
     lengths, shape = (300, 170), (10, 64) if paged else (2, 300)
     indices = [[rng.permutation(n)[:100] for _ in range(2)] for n in lengths]
@@ -103,11 +104,40 @@ def test_chosen_keys(paged: bool, emulator: Emulator):
     }
     if paged:
         arrays["page_table"] = rng.permutation(10).reshape(2, 5).astype(np.int32)
-    call = Chosen({name: jnp.asarray(x) for name, x in arrays.items()})
+    call = Call({name: jnp.asarray(x) for name, x in arrays.items()})
     got = emulator.run(Latent(call, {}), seed=3)  # type: ignore[arg-type]
     expected = call.run("xla")
     np.testing.assert_allclose(np.float32(got.out), np.float32(expected.out), atol=0.02)
     np.testing.assert_allclose(got.lse, expected.lse, atol=1e-3)
+
+
+def test_weights_that_decide_are_exact(emulator: Emulator):
+    """A head's base is the maximum of block 0; in block 2 or 3 it meets 20 to 120 times the weight.
+
+    A weight that was rounded beside a sum that was not would bring all columns 0.2 % too far.
+    """
+    heads, length = np.arange(16), 250
+    at = heads * 7 + 130
+    logits = np.arange(3.0, 4.8, 1 / 64)
+    rounded = np.float64(np.exp(logits).astype(jnp.bfloat16)) / np.exp(logits) - 1
+    logits = logits[np.abs(rounded) > 1.3e-3][heads]
+    # Features behind the values: a head's own key, all keys, a logit.
+    query, keys = np.zeros((1, 1, 16, 576)), np.zeros((1, length, 1, 576))
+    query[0, 0, heads, 512 + heads] = query[..., 528:530] = 24.0
+    keys[0, at, 0, 512 + heads], keys[0, 1:, 0, 528] = 60.0, -60.0
+    keys[0, at, 0, 529] = logits
+    values = np.random.default_rng(7).normal(size=(16, 512)).astype(jnp.bfloat16)
+    keys[0, at, 0, :512] = values
+    call = Call(
+        {
+            "query": jnp.asarray(query, "bfloat16"),
+            "key_cache": jnp.asarray(keys, "bfloat16"),
+            "lengths": jnp.full(1, length, "int32"),
+        }
+    )
+    got = np.float64(emulator.run(Latent(call, {"parts": 1}), seed=2).out[0, 0])  # type: ignore[arg-type]
+    factor = (got * np.float64(values)).sum(-1) / (np.float64(values) ** 2).sum(-1)
+    np.testing.assert_allclose(factor, 1 / (1 + np.exp(-logits)), rtol=5e-4)
 
 
 @pytest.mark.parametrize(
