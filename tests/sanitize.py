@@ -93,6 +93,7 @@ CASES = (
     # More units than CTAs, in pairs; an odd number of blocks.
     C("192 pairs causal", H=192, N=24, K=12, causal=True, T=130, S=610),
     C("256 pairs", H=256, N=24, K=12, T=70, S=530),
+    C("192 pairs in turns", H=192, N=24, K=12, causal=True, T=130, S=610, deterministic=True),
     C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
     C("256 mqa causal", H=256, N=8, K=1, causal=True, T=256, S=256),
     # CTAs share the queries of a unit.

@@ -160,11 +160,11 @@ COMMON: Flags = {
 }
 BACKWARD: Flags = {
     "kLoadRegisters": (24, ["128"], 40, ["100"]),
-    "kQueryRegisters": (64, ["256 deterministic"], 72, ["256"]),
+    "kQueryRegisters": (64, ["256 softcap"], 72, ["256"]),
     "kScoreRegisters": (240, ["128"], 208, ["256"]),
-    "kAddsBoxes": (True, ["192"], False, ["256", "192 deterministic"]),
-    "kKeysHeld": (7, ["192"], 0, ["128", "192 deterministic"]),
-    "kValuesHeld": (7, ["192"], 0, ["128", "192 deterministic"]),
+    "kAddsBoxes": (True, ["192"], False, ["256", "192 softcap"]),
+    "kKeysHeld": (7, ["192"], 0, ["128", "192 softcap"]),
+    "kValuesHeld": (7, ["192"], 0, ["128", "192 softcap"]),
     "kRowColumns": (64, ["float32 highest"], 128, ["128"]),
     "kLoadWarps": (2, ["100"], 1, ["128", "100 deterministic"]),
     "kFillsBeside": (True, ["256"], False, ["256 mask", "100"]),

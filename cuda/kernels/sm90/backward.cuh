@@ -44,8 +44,8 @@
 //                             query head
 //   bool kDeterministic       units add in turns
 //   int kTurnParts            parts of a query block's sum with turns of their own: what one of the
-//                             two score warpgroups adds, or all that the wide kernel's query role
-//                             does
+//                             two score warpgroups adds, with kPairs what one of the two CTAs does,
+//                             or all that the wide kernel's query role does
 //   bool kAddsFour            one instruction adds four elements of the sum of dq
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
 //   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128;

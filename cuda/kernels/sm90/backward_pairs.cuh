@@ -49,10 +49,10 @@ struct PairedQuery {
 
   template <int kCount>
   __device__ __forceinline__ void add(float (&dq)[kCount], const volatile UnitRecord& u,
-                                      int sum_index, int piece) const {
+                                      int sum_index, int piece, Turn turn) const {
     ptx::pin(dq);
     if constexpr (kStoresDq) return store_dq(p, u, sum_index, piece / 2, piece % 2 * 4, dq);
-    add_fragments(SumTile(p, sum_index, piece / 2), piece % 2 * 4, dq, Turn::later());
+    add_fragments(SumTile(p, sum_index, piece / 2), piece % 2 * 4, dq, turn);
   }
 
   // The other CTA's dS has been read, and so has what it was copied from.
@@ -64,31 +64,44 @@ struct PairedQuery {
 
   // Half of the middle box and a whole one, where there are three.
   __device__ __forceinline__ void add_boxes(const volatile UnitRecord& u, uint32 iteration,
-                                            int sum_index) {
+                                            int sum_index, bool first) {
     const int middle = 2 + pair_rank(), whole = pair_rank() * 4;
     float low[16], high[32];
     issue(low, iteration, middle, true);
     issue(high, iteration, whole, false);
+    if constexpr (kDeterministic) {  // dS is given back before the turn comes
+      ptx::wgmma_wait<0>();
+      release_gradient(iteration);
+      ptx::pin(high);
+      const Turn turn = take_turn(iteration, 0, first);
+      add(low, u, sum_index, middle, turn);
+      add(high, u, sum_index, whole, turn);
+      end_turn(iteration, 0);
+      return;
+    }
     ptx::wgmma_wait<1>();
-    add(low, u, sum_index, middle);
+    add(low, u, sum_index, middle, Turn::later());
     ptx::wgmma_wait<0>();
     release_gradient(iteration);
-    add(high, u, sum_index, whole);
+    add(high, u, sum_index, whole, Turn::later());
   }
   // 32 columns at a time.
   __device__ __forceinline__ void add_pieces(const volatile UnitRecord& u, uint32 iteration,
-                                             int sum_index) {
+                                             int sum_index, bool first) {
+    Turn turn = Turn::later();
     float dq[2][16];
     issue(dq[0], iteration, first_piece(), true);
 #pragma unroll
     for (int i = 1; i < kPieces; ++i) {
       issue(dq[i % 2], iteration, first_piece() + i, false);
       ptx::wgmma_wait<1>();
-      add(dq[1 - i % 2], u, sum_index, first_piece() + i - 1);
+      if (i == 1) turn = take_turn(iteration, 0, first);
+      add(dq[1 - i % 2], u, sum_index, first_piece() + i - 1, turn);
     }
     ptx::wgmma_wait<0>();
     release_gradient(iteration);
-    add(dq[1 - kPieces % 2], u, sum_index, first_piece() + kPieces - 1);
+    add(dq[1 - kPieces % 2], u, sum_index, first_piece() + kPieces - 1, turn);
+    end_turn(iteration, 0);
   }
 
   __device__ __forceinline__ void run() {
@@ -104,10 +117,11 @@ struct PairedQuery {
         }
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
         __syncwarp();
+        const bool first = adds_first(p, u, walk.m0);
         if constexpr (kAddsBoxes) {
-          add_boxes(u, iteration, walk.sum());
+          add_boxes(u, iteration, walk.sum(), first);
         } else {
-          add_pieces(u, iteration, walk.sum());
+          add_pieces(u, iteration, walk.sum(), first);
         }
         ++iteration;
       }

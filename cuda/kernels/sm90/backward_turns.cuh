@@ -8,7 +8,8 @@ namespace backward {
 // Deterministic sums: the units of a head add to a query block in ascending order of keys, and the
 // first stores. Units whose segment ids cannot meet the query block's, or that a block mask hides
 // from it, take no part. A counter per block and part says who has added: how many, or where some
-// take no part (kTurnsLeft) the last one's key block plus one.
+// take no part (kTurnsLeft) the last one's key block plus one. With kPairs the two units of a pair
+// are one, and each CTA has a part.
 //
 // A unit waits only for units of smaller keys of its head, which are handed out before it, to CTAs
 // that run (Planner), and walk over every block at which they are waited for (`narrow_by_segments`
@@ -49,7 +50,7 @@ __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
 // The turns of a unit, for one query block of its walk after the other. Whole warps call.
 __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const volatile UnitRecord& u,
                                         int m0) {
-  const int first = first_keys(p, u, m0), block = u.key0 / kKeys;
+  const int first = first_keys(p, u, m0), block = u.key0 / (kKeys * kPair);
   if constexpr (kTurnsShown) {
     return {shown_before(p, u.batch, u.head, u.heads, block, first, m0 / kQueries)};
   }
@@ -80,17 +81,18 @@ __device__ __forceinline__ volatile int& turn_in(uint32 slot) {
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volatile UnitRecord& u,
                                            int m0) {
   if constexpr (!kDeterministic || kTurnsLeft) return false;
-  return ptx::uniform(u.key0 / kKeys - first_keys(p, u, m0) == 0);
+  return ptx::uniform(u.key0 / (kKeys * kPair) - first_keys(p, u, m0) == 0);
+}
+
+// The counter of one of this CTA's parts of a query block.
+__device__ __forceinline__ int* turn_counter(const BackwardParams& p, int block, int part) {
+  return p.turns + block * kTurnParts + pair_rank() * kOwnTurns + part;
 }
 
 // This warp waits until the units before have added,
 struct TurnWaiter {
   const BackwardParams& p;
 
-  __device__ __forceinline__ const int* counter_of(const Walk& walk,
-                                                   const volatile UnitRecord& u) const {
-    return p.turns + walk.query_block(p, u) * kTurnParts;
-  }
   __device__ __forceinline__ void run() {
     const int part = threadIdx.x % 32;
     uint32 received = 0, iteration = part;
@@ -101,7 +103,7 @@ struct TurnWaiter {
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const Turn turn = turn_of(p, u, walk.m0);
         const uint32 slot = stage_of<kTurns>(iteration);
-        bool waits = part < kTurnParts;
+        bool waits = part < kOwnTurns;
         if (waits) {
           ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
           if constexpr (kTurnsLeft) turn_in(slot) = turn.count;
@@ -109,12 +111,13 @@ struct TurnWaiter {
         }
         while (__any_sync(0xffffffffu, waits)) {
           if (waits &&
-              (!turn.takes_part() || ptx::load_acquire(counter_of(walk, u) + part) == turn.count)) {
+              (!turn.takes_part() ||
+               ptx::load_acquire(turn_counter(p, walk.query_block(p, u), part)) == turn.count)) {
             ptx::barrier_arrive(at(&Shared::turn_full, slot));
             waits = false;
           }
         }
-        iteration += kTurnParts;
+        iteration += kOwnTurns;
       }
       return_unit(received);
       ++received;
@@ -152,19 +155,19 @@ struct TurnPasser {
   template <class BlockOf>
   __device__ __forceinline__ void pass_turns(const volatile UnitRecord& u, uint32& turn,
                                              bool leader, BlockOf block_of) {
-    for (int part = 0; part < kTurnParts;) {
+    for (int part = 0; part < kOwnTurns;) {
       const auto taken = [&](int i) { return at(&Shared::turn_taken, stage_of<kTurns>(turn + i)); };
       const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
       wait_together(taken(part), parity(part));
       int end = part + 1;  // of those that one fence serves
-      while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
+      while (end < kOwnTurns && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
       // All parts take part or none does. Only the lane that arrives looks.
       const bool adds =
           leader && Turn{kTurnsLeft ? turn_in(stage_of<kTurns>(turn + part)) : 0}.takes_part();
       if (adds) ptx::fence_gpu();
       for (; part < end; ++part) {
         if (leader) {
-          int* counter = p.turns + block_of(part) * kTurnParts + part;
+          int* counter = turn_counter(p, block_of(part), part);
           if constexpr (!kTurnsLeft) {
             ptx::add_relaxed(counter, 1);
           } else if (adds) {
@@ -174,21 +177,21 @@ struct TurnPasser {
         }
       }
     }
-    turn += kTurnParts;
+    turn += kOwnTurns;
   }
 };
 
 // Waits for this unit's turn, one part of it; `first` as of `adds_first`.
 __device__ __forceinline__ Turn take_turn(uint32 iteration, int part, bool first) {
   if constexpr (!kDeterministic) return Turn::later();
-  const uint32 turn = iteration * kTurnParts + part, slot = stage_of<kTurns>(turn);
+  const uint32 turn = iteration * kOwnTurns + part, slot = stage_of<kTurns>(turn);
   ptx::barrier_wait(at(&Shared::turn_full, slot), parity_of<kTurns>(turn));
   if constexpr (kTurnsLeft) return {ptx::uniform(turn_in(slot))};
   return {first ? Turn::first().count : Turn::later().count};
 }
 __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
   if constexpr (kDeterministic) {
-    release(at(&Shared::turn_taken, stage_of<kTurns>(iteration * kTurnParts + part)));
+    release(at(&Shared::turn_taken, stage_of<kTurns>(iteration * kOwnTurns + part)));
   }
 }
 

@@ -31,7 +31,7 @@ inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
 // With kPairs: boxes of the other CTA's keys that this one reads, half of the columns.
 inline constexpr int kPairBoxes = kPairs ? ceil_div(kHeadBoxes, 2) : 0;
-static_assert(!kPairs || (kTmaLoads && !kDeterministic && !kCompact && !kRing && kParts == 1));
+static_assert(!kPairs || (kTmaLoads && !kCompact && !kRing && kParts == 1));
 
 inline constexpr int kUnits = 2;  // records that may be in use
 
@@ -41,8 +41,9 @@ inline constexpr int kAskAhead = 2;
 inline constexpr int kFinishers = 2;   // warps that make dq of its sum, with kRing
 inline constexpr int kSlabsAhead = 3;  // of the sum that are on their way to one
 
-inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
-static_assert(kTurnParts <= kTurns);
+inline constexpr int kTurns = 8;                     // turns that may have come, deterministic mode
+inline constexpr int kOwnTurns = kTurnParts / kPair;  // of a query block that this CTA takes
+static_assert(kOwnTurns * kPair == kTurnParts && kOwnTurns <= kTurns);
 
 // What roles have ahead of what all share: nothing, or where tiles have two planes what
 // sm90_float32/backward_shared.cuh says, which is included before this file.
@@ -268,11 +269,12 @@ struct Planner {
   }
   // With kPairs: the first CTA takes the counter's next pair of units and tells the other one.
   __device__ __forceinline__ void run_pairs() {
+    const uint32 given = kInOrder ? 0 : 1;  // without the counter
     int pair = blockIdx.x / kPair;
     for (uint32 sent = 0;; ++sent) {
-      if (sent > 0) {
-        ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
-        pair = pair_rank() == 0 ? tell_pair(sent - 1) : hear_pair(sent - 1);
+      if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
+      if (sent >= given) {
+        pair = pair_rank() == 0 ? tell_pair(sent - given) : hear_pair(sent - given);
       }
       const int unit = pair * kPair + pair_rank();
       send_unit(sent, unit);
@@ -282,7 +284,8 @@ struct Planner {
   __device__ __forceinline__ int tell_pair(uint32 told) {
     const uint32 slot = stage_of<kUnits>(told);
     int pair = 0;
-    if (threadIdx.x % 32 == 0) pair = gridDim.x / kPair + atomicAdd(p.next_unit, 1);
+    const int given = kInOrder ? 0 : gridDim.x / kPair;
+    if (threadIdx.x % 32 == 0) pair = given + atomicAdd(p.next_unit, 1);
     wait_together(at(&Shared::pair_heard, slot), parity_of<kUnits>(told) ^ 1);
     if (threadIdx.x % 32 == 0) {
       ptx::send(in_other(at(&Shared::pair_units, slot)), float2{__int_as_float(pair), 0.f},

@@ -158,7 +158,7 @@ class _Backward:
         count = blocks(known(self.shapes.kv_len, 1024), 64)
         if count % 2 and count < 9:  # the last pair has one block for two CTAs
             return False
-        return is_bare(self.problem) and self.is_plain_window and not self.problem.deterministic
+        return is_bare(self.problem) and self.is_plain_window
 
     @property
     def drops(self) -> bool:

@@ -71,7 +71,7 @@ class BackwardTiling:
     @property
     def turn_parts(self) -> int:
         """Parts of a query block's sum of dq that take turns of their own, deterministic mode."""
-        return 1 if self.wide else 2
+        return 1 if self.wide and not self.pairs else 2
 
     @property
     def threads(self) -> int:
