@@ -41,7 +41,7 @@ inline constexpr int kAskAhead = 2;
 inline constexpr int kFinishers = 2;   // warps that make dq of its sum, with kRing
 inline constexpr int kSlabsAhead = 3;  // of the sum that are on their way to one
 
-inline constexpr int kTurns = 8;                     // turns that may have come, deterministic mode
+inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 inline constexpr int kOwnTurns = kTurnParts / kPair;  // of a query block that this CTA takes
 static_assert(kOwnTurns * kPair == kTurnParts && kOwnTurns <= kTurns);
 
@@ -269,12 +269,12 @@ struct Planner {
   }
   // With kPairs: the first CTA takes the counter's next pair of units and tells the other one.
   __device__ __forceinline__ void run_pairs() {
-    const uint32 given = kInOrder ? 0 : 1;  // without the counter
     int pair = blockIdx.x / kPair;
     for (uint32 sent = 0;; ++sent) {
       if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
-      if (sent >= given) {
-        pair = pair_rank() == 0 ? tell_pair(sent - given) : hear_pair(sent - given);
+      if (kInOrder || sent > 0) {
+        const uint32 told = kInOrder ? sent : sent - 1;
+        pair = pair_rank() == 0 ? tell_pair(told) : hear_pair(told);
       }
       const int unit = pair * kPair + pair_rank();
       send_unit(sent, unit);
