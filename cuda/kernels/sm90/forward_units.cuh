@@ -293,7 +293,6 @@ struct Consumer : UnitResults {
   // The same, where the current block's output and the next block's scores take the same registers:
   // one after the other. The other warpgroup's softmax runs beside.
   __device__ __forceinline__ void step_apart() {
-    wait_value();
     wait_turn();
     begin_output(1);
     wait_key();
@@ -301,16 +300,16 @@ struct Consumer : UnitResults {
     accept_output();
     release_value();
     begin_scores(scores);
-    fetch_terms(next_block(unit()), false);
+    if (!kListsWhole) block = next_block(unit());
+    fetch_terms(block, false);
     searches = searches_now();  // found again: kept from block to block it takes a register
+    const bool plain = is_full(unit()) && !searches;
+    wait_next_value();
     ptx::wgmma_wait<0>();
     pass_turn();
-    if (!kListsWhole) block = next_block(unit());
     accept_scores();
     release_scores();
-    correction[0] = correction[1] = 1.0f;  // else the last block's would stay in registers
-    if (extend_softmax<kUnknown>(scores)) rescale_output();
-    operands.pack(scores, dropped);
+    extend_apart(plain);
   }
 
   __device__ __forceinline__ void run() {
@@ -331,6 +330,7 @@ struct Consumer : UnitResults {
       operands.pack(scores, dropped);
       int accumulate = 0;
       if constexpr (Operands::kAddsBlocks) clear_output();
+      if constexpr (kApart) wait_value();
 
       while (!is_last()) {
         if constexpr (kApart) {

@@ -104,6 +104,10 @@ struct WarpgroupState : RowWalk,
   __device__ __forceinline__ void wait_value() const {
     ptx::barrier_wait(value_full(), value_at().parity());
   }
+  // The values of the block in the current key buffer.
+  __device__ __forceinline__ void wait_next_value() const {
+    ptx::barrier_wait(barrier(JF_OFFSET(value_full), key_ring.barrier_offset()), key_ring.parity());
+  }
   __device__ __forceinline__ void release_value() {
     release(value_empty());
     if constexpr (!kApart) value_ring.advance();
@@ -413,6 +417,35 @@ struct Warpgroup : WarpgroupProducts {
     if (searches) searches = searches_now();
     return rescale;
   }
+  // With kApart: the same, and the output rescaled. `plain`: no element needs a test, and no base is
+  // searched, asked ahead. What is rare is in two places, one before the exponentials and one
+  // behind them.
+  __device__ __forceinline__ void extend_apart(bool plain) {
+    float correction[2];
+    operands.scale_capped(scores);
+    add_terms(scores);
+    score_function<kPreScale>(p, scores);
+    const float scale = operands.logit_scale(p);
+    if (!plain) {
+      if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
+      if (searches) {
+        softmax.search<false>(scores, scale, correction);
+        rescale_output(correction);
+      }
+    }
+    float apart[2];
+    const Threshold threshold = kAsksRow ? kSuspect : kDecisiveOfThread;
+    const bool suspect = softmax.weigh(scores, OneFactor{scale}, threshold, apart, Alone{});
+    operands.pack_some<0, kEarly>(scores);
+    if (__any_sync(0xffffffffu, suspect && !searches)) {
+      if (!kAsksRow || __any_sync(0xffffffffu, softmax.rises(apart))) {
+        softmax.raise(scores, correction);
+        rescale_output(correction);
+        operands.pack_some<0, kEarly>(scores);
+      }
+    }
+    operands.pack_some<kEarly, kBlockKV / 8>(scores);
+  }
   __device__ __forceinline__ void draw_after() {
     if constexpr (kHasDropout && !kDrawsAmong) {
       const auto draw = drawing();
@@ -424,7 +457,8 @@ struct Warpgroup : WarpgroupProducts {
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
   }
-  __device__ __forceinline__ void rescale_output() {
+  __device__ __forceinline__ void rescale_output() { rescale_output(correction); }
+  __device__ __forceinline__ void rescale_output(const float (&correction)[2]) {
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
   }

@@ -15,6 +15,8 @@
 
 namespace forward {
 
+inline constexpr int kEarly = kValueDim <= 64 ? 16 : kValueDim <= 128 ? 8 : 12;
+
 static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale && kApart);
 
 // Tensor cores keep 14 bits of a sum of float8: those of one block start at zero, and are added to
@@ -75,6 +77,16 @@ struct Operands {
   }
   __device__ __forceinline__ float logit_scale(const ForwardParams& p) const {
     return kSoftcap ? p.scale_log2 : logit_factor;
+  }
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void pack_some(const Scores& scores) {
+#pragma unroll
+    for (int i = kFirst; i < kEnd; ++i) {
+      const int j = i / 2 * 2, row = i % 2;  // of 16 keys, the thread's four in one of its rows
+      const int first = fragment::element(j, row, 0), second = fragment::element(j + 1, row, 0);
+      weights[i] =
+          ptx::pack_float8(scores[first], scores[first + 1], scores[second], scores[second + 1]);
+    }
   }
   template <class Dropped>
   __device__ __forceinline__ void pack(const Scores& scores, const Dropped&) {
