@@ -366,16 +366,13 @@ struct Consumer : UnitResults {
       }
       if (next == kStarts) {
         if constexpr (!kEarlyOutput && !kOutputFirst) begin_last_output(accumulate);
-        if constexpr (kApart) {
-          nonfinite = finish_unit(finished, softmax);
-        }
         begin_scores(scores);
         if constexpr (!kOutputFirst) {
           ptx::wgmma_wait<1>();
           accept_output();
           release_value();
         }
-        if constexpr (!kApart) nonfinite = finish_unit(finished, softmax);
+        nonfinite = finish_unit(finished, softmax);
         fetch_terms(block, true);
         ptx::wgmma_wait<0>();
       } else {
