@@ -14,10 +14,16 @@ struct Operands {
   static constexpr bool kAddsBlocks = false;     // a block's output is a sum of its own
   static constexpr bool kFindsTurn = false;      // a warpgroup's number is not kept for its turns
   static constexpr bool kNanMayBeWrong = false;  // of a row whose lse is NaN
+  struct UnitFactor {};
   uint32 weights[kBlockKV / 4];
 
   // Factors of a unit's queries, of a block of keys and of a block of values: there are none.
-  __device__ __forceinline__ void begin_unit(const ForwardParams&, Shared&, const UnitInfo&, int) {}
+  static __device__ __forceinline__ UnitFactor read_factor(const ForwardParams&, const UnitInfo&,
+                                                           int) {
+    return {};
+  }
+  __device__ __forceinline__ void begin_unit(const ForwardParams&, Shared&, const UnitInfo&, UnitFactor,
+                                             int) {}
   __device__ __forceinline__ void begin_scores(const ForwardParams&, const Shared&, int, int) {}
   __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared&, int, int) {}
   // From scores to logits in log2 units.

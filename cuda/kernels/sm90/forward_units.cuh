@@ -229,8 +229,9 @@ struct Consumer : UnitResults {
       if (!sees_nothing()) {
         if (!kBeginsNear) skip_blocks(kListsOwn ? blocks_before() : all.end - 1 - block);
         wait_key();
+        const auto factor = read_factor();
         begin_scores(scores);
-        fetch_terms(block, true);
+        fetch_first_terms(factor);
         ptx::wgmma_wait<0>();
         return true;
       }
@@ -366,6 +367,7 @@ struct Consumer : UnitResults {
       }
       if (next == kStarts) {
         if constexpr (!kEarlyOutput && !kOutputFirst) begin_last_output(accumulate);
+        const auto factor = read_factor();
         begin_scores(scores);
         if constexpr (!kOutputFirst) {
           ptx::wgmma_wait<1>();
@@ -373,7 +375,7 @@ struct Consumer : UnitResults {
           release_value();
         }
         nonfinite = finish_unit(finished, softmax);
-        fetch_terms(block, true);
+        fetch_first_terms(factor);
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kOutputFirst) {

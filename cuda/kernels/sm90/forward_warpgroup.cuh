@@ -198,7 +198,6 @@ struct WarpgroupProducts : WarpgroupState {
       }
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
-    if (is_first) operands.begin_unit(p, shared, unit(), warpgroup);
     operands.begin_scores(p, shared, key_ring.stage(), next);
     if constexpr (kHoldsDraws) {
       const UnitInfo& t = unit();
@@ -243,6 +242,14 @@ struct WarpgroupProducts : WarpgroupState {
     const UnitInfo& t = unit();
     const auto query_of = [&](int row) { return packed_row(t, row); };
     BitsOfMask::load(p, t.batch, t.head, query_of, of_block, tests, to);
+  }
+  // The same of a unit's first block. `factor`: what has been read of the unit.
+  __device__ __forceinline__ void fetch_first_terms(Operands::UnitFactor factor) {
+    operands.begin_unit(p, shared, unit(), factor, warpgroup);
+    fetch_terms(block, true);
+  }
+  __device__ __forceinline__ Operands::UnitFactor read_factor() const {
+    return Operands::read_factor(p, unit(), warpgroup);
   }
   // Gives the operands of the scores back.
   __device__ __forceinline__ void release_scores() {

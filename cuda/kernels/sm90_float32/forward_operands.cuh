@@ -22,6 +22,7 @@ struct Operands {
   static constexpr bool kAddsBlocks = true;
   static constexpr bool kFindsTurn = true;      // numbers of barriers took registers
   static constexpr bool kNanMayBeWrong = true;  // numbers of a tile may be too far apart
+  struct UnitFactor {};
   uint32 weights[2][kBlockKV / 4];
   float block_output[kValueColumns / 2];
   float value_factor;  // of block_output
@@ -30,8 +31,12 @@ struct Operands {
   int first_tile;      // of 64 keys, of the head
 
   // What brings the numbers back of a warpgroup's queries,
+  static __device__ __forceinline__ UnitFactor read_factor(const ForwardParams&, const UnitInfo&,
+                                                           int) {
+    return {};
+  }
   __device__ __forceinline__ void begin_unit(const ForwardParams& p, Shared&, const UnitInfo& t,
-                                             int warpgroup) {
+                                             UnitFactor, int warpgroup) {
     const float factor = halves::factor_of(p.query_factors, t.batch * p.query_heads + t.head,
                                            p.query_len, t.first_row + warpgroup * kWarpgroupRows);
     const int keys = t.batch * p.kv_heads + kv_head_of(p, t.head);

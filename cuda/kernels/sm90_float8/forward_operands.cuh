@@ -34,6 +34,7 @@ struct Operands {
   static constexpr bool kAddsBlocks = true;
   static constexpr bool kFindsTurn = false;
   static constexpr bool kNanMayBeWrong = false;
+  using UnitFactor = float;
   uint32 weights[kBlockKV / 8];
   float logit_factor;  // what brings scores back that are on their way
 
@@ -53,11 +54,14 @@ struct Operands {
   }
 
   // The factor of a unit's queries is read of shared memory for each block: held, it is spilled.
-  __device__ __forceinline__ void begin_unit(const ForwardParams& p, Shared& shared,
-                                             const UnitInfo& t, int warpgroup) {
+  static __device__ __forceinline__ float read_factor(const ForwardParams& p, const UnitInfo& t,
+                                                    int warpgroup) {
     const int query = min(t.first_row + warpgroup * kWarpgroupRows, p.query_len - 1);
-    float factor = p.query_scales[query_scale_at(p, t.batch, t.head, query)];
-    if constexpr (!kSoftcap) factor *= p.scale_log2;
+    const float factor = p.query_scales[query_scale_at(p, t.batch, t.head, query)];
+    return kSoftcap ? factor : factor * p.scale_log2;
+  }
+  __device__ __forceinline__ void begin_unit(const ForwardParams&, Shared& shared, const UnitInfo&,
+                                             float factor, int) {
     shared.query_factors[warp()] = factor;
     __syncwarp();
   }
@@ -67,7 +71,9 @@ struct Operands {
   }
   __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared&, int, int) {}
   // This one's number among the consumers'.
-  static __device__ __forceinline__ int warp() { return ptx::opaque(threadIdx.x) / 32 - 4; }
+  static __device__ __forceinline__ uint32 warp() {
+    return static_cast<uint32>(ptx::opaque(threadIdx.x)) / 32 - 4;
+  }
   // Before a softcap what brings scores back.
   __device__ __forceinline__ void scale_capped(Scores& scores) const {
     if constexpr (kSoftcap) {
