@@ -193,18 +193,6 @@ struct SoftmaxState {
     raise(scores, correction);
     return true;
   }
-  // The same behind a search, if there was one: then bases do not rise. Returns whether they have.
-  template <bool kAsksRow, int kCount>
-  __device__ __forceinline__ bool extend_found(float (&scores)[kCount], float scale_log2,
-                                               bool may_rise, float (&correction)[2]) {
-    float apart[2];
-    const Threshold threshold = kAsksRow ? kSuspect : kDecisiveOfThread;
-    const bool suspect = weigh(scores, OneFactor{scale_log2}, threshold, apart, Alone{});
-    if (!__any_sync(0xffffffffu, suspect)) return false;
-    if (!may_rise || (kAsksRow && !__any_sync(0xffffffffu, rises(apart)))) return false;
-    raise(scores, correction);
-    return true;
-  }
   // The parts of it. Bases rise to the maxima of the scores. A base in the thousands is rounded by
   // 2^-12, so the largest weight is not 1, but the product has it as 1: with kOneInSum the sum does
   // too, by a quarter of the difference from each thread of the quad.

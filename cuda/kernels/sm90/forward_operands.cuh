@@ -22,8 +22,8 @@ struct Operands {
                                                            int) {
     return {};
   }
-  __device__ __forceinline__ void begin_unit(const ForwardParams&, Shared&, const UnitInfo&, UnitFactor,
-                                             int) {}
+  __device__ __forceinline__ void begin_unit(const ForwardParams&, Shared&, const UnitInfo&,
+                                             UnitFactor, int) {}
   __device__ __forceinline__ void begin_scores(const ForwardParams&, const Shared&, int, int) {}
   __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared&, int, int) {}
   // From scores to logits in log2 units.

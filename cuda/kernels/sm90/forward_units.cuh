@@ -173,6 +173,9 @@ struct UnitResults : Warpgroup {
 
 // A consumer's units, one after the other.
 struct Consumer : UnitResults {
+  // With kApart the values of a block are waited for beside the product of its scores. Ids of
+  // segments leave no registers for that (C7511).
+  static constexpr bool kValueAhead = !kHasSegments;
   // Reads the unit whose Q has arrived. False: there is none.
   __device__ __forceinline__ bool read_unit() {
     ++units;
@@ -294,6 +297,7 @@ struct Consumer : UnitResults {
   // The same, where the current block's output and the next block's scores take the same registers:
   // one after the other. The other warpgroup's softmax runs beside.
   __device__ __forceinline__ void step_apart() {
+    if constexpr (!kValueAhead) wait_value();
     wait_turn();
     begin_output(1);
     wait_key();
@@ -304,8 +308,9 @@ struct Consumer : UnitResults {
     if (!kListsWhole) block = next_block(unit());
     fetch_terms(block, false);
     searches = searches_now();  // found again: kept from block to block it takes a register
-    const bool plain = is_full(unit()) && !searches;
-    wait_next_value();
+    // Asked later of a block that is listed: its number comes with accept_scores().
+    const bool plain = (!kListsBlocks || kListsWhole) && is_full(unit()) && !searches;
+    if constexpr (kValueAhead) wait_next_value();
     ptx::wgmma_wait<0>();
     pass_turn();
     accept_scores();
@@ -331,7 +336,7 @@ struct Consumer : UnitResults {
       operands.pack(scores, dropped);
       int accumulate = 0;
       if constexpr (Operands::kAddsBlocks) clear_output();
-      if constexpr (kApart) wait_value();
+      if constexpr (kApart && kValueAhead) wait_value();
 
       while (!is_last()) {
         if constexpr (kApart) {

@@ -424,9 +424,14 @@ struct Warpgroup : WarpgroupProducts {
     if (searches) searches = searches_now();
     return rescale;
   }
-  // With kApart: the same, and the output rescaled. `plain`: no element needs a test, and no base is
-  // searched, asked ahead. What is rare is in two places, one before the exponentials and one
-  // behind them.
+  // A half of a block's weights. A template: the operands of 16 bits have none.
+  template <int kPart, class Of>
+  __device__ __forceinline__ void pack_part(Of& of) const {
+    if constexpr (kApart) of.template pack_part<kPart>(scores);
+  }
+  // With kApart: the same, the output rescaled and the weights packed. `plain`: no element needs a
+  // test and no base is searched, asked ahead. What is rare is in two places, one before the
+  // exponentials and one behind them.
   __device__ __forceinline__ void extend_apart(bool plain) {
     float correction[2];
     operands.scale_capped(scores);
@@ -443,15 +448,16 @@ struct Warpgroup : WarpgroupProducts {
     float apart[2];
     const Threshold threshold = kAsksRow ? kSuspect : kDecisiveOfThread;
     const bool suspect = softmax.weigh(scores, OneFactor{scale}, threshold, apart, Alone{});
-    operands.pack_some<0, kEarly>(scores);
+    // A half among the exponentials. (More of it spills 12 to 80 bytes at head dim 128.)
+    pack_part<0>(operands);
     if (__any_sync(0xffffffffu, suspect && !searches)) {
       if (!kAsksRow || __any_sync(0xffffffffu, softmax.rises(apart))) {
         softmax.raise(scores, correction);
         rescale_output(correction);
-        operands.pack_some<0, kEarly>(scores);
+        pack_part<0>(operands);
       }
     }
-    operands.pack_some<kEarly, kBlockKV / 8>(scores);
+    pack_part<1>(operands);
   }
   __device__ __forceinline__ void draw_after() {
     if constexpr (kHasDropout && !kDrawsAmong) {

@@ -15,8 +15,6 @@
 
 namespace forward {
 
-inline constexpr int kEarly = kValueDim <= 64 ? 16 : kValueDim <= 128 ? 8 : 12;
-
 static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale && kApart);
 
 // Tensor cores keep 14 bits of a sum of float8: those of one block start at zero, and are added to
@@ -55,7 +53,7 @@ struct Operands {
 
   // The factor of a unit's queries is read of shared memory for each block: held, it is spilled.
   static __device__ __forceinline__ float read_factor(const ForwardParams& p, const UnitInfo& t,
-                                                    int warpgroup) {
+                                                      int warpgroup) {
     const int query = min(t.first_row + warpgroup * kWarpgroupRows, p.query_len - 1);
     const float factor = p.query_scales[query_scale_at(p, t.batch, t.head, query)];
     return kSoftcap ? factor : factor * p.scale_log2;
@@ -84,20 +82,16 @@ struct Operands {
   __device__ __forceinline__ float logit_scale(const ForwardParams& p) const {
     return kSoftcap ? p.scale_log2 : logit_factor;
   }
-  template <int kFirst, int kEnd>
-  __device__ __forceinline__ void pack_some(const Scores& scores) {
-#pragma unroll
-    for (int i = kFirst; i < kEnd; ++i) {
-      const int j = i / 2 * 2, row = i % 2;  // of 16 keys, the thread's four in one of its rows
-      const int first = fragment::element(j, row, 0), second = fragment::element(j + 1, row, 0);
-      weights[i] =
-          ptx::pack_float8(scores[first], scores[first + 1], scores[second], scores[second + 1]);
-    }
-  }
   template <class Dropped>
   __device__ __forceinline__ void pack(const Scores& scores, const Dropped&) {
+    pack_part<0>(scores);
+    pack_part<1>(scores);
+  }
+  // A half of the block.
+  template <int kPart>
+  __device__ __forceinline__ void pack_part(const Scores& scores) {
 #pragma unroll
-    for (int i = 0; i < kBlockKV / 8; ++i) {
+    for (int i = kPart * kBlockKV / 16; i < (kPart + 1) * kBlockKV / 16; ++i) {
       const int j = i / 2 * 2, row = i % 2;  // of 16 keys, the thread's four in one of its rows
       const int first = fragment::element(j, row, 0), second = fragment::element(j + 1, row, 0);
       weights[i] =
