@@ -291,9 +291,9 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
   }
 }
 
-// With kDbiasByHeads: CTAs for the heads of a launch of the main kernel, one for every block of
-// queries and 64 keys.
-inline constexpr int kBatchKeys = 64;
+// With kDbiasByHeads: CTAs for the heads of a launch of the main kernel, one for every two queries
+// and 64 keys. With one for a block of queries, 1024 batch rows of 64 by 64 had eight CTAs.
+inline constexpr int kBatchKeys = 64, kBatchRows = 2;
 
 // Has the main kernel stored dS of these keys and the block of queries? What it has left out is 0.
 template <class Params>
@@ -310,66 +310,73 @@ __device__ __forceinline__ bool is_stored(const Params& p, int batch, int head, 
              positions_meet(p, query_position_range(p, batch, m), key_position_range(p, batch, n));
   }
   if constexpr (kHasMask) {
-    stored = stored && mask::flag_by_key<kQueries, kKeys>(p, batch, head, m, n) != 0;
+    stored = stored & (mask::flag_by_key<kQueries, kKeys>(p, batch, head, m, n) != 0);
   }
   return stored;
 }
 
 template <class Params>
 __device__ __forceinline__ void sum_batch(const Params& p) {
-  static_assert(!kDbiasByHeads || kKeys % kBatchKeys == 0, "keys of one block");
-  constexpr int kFours = kBatchKeys / 4;                 // of a row, one of a thread
-  constexpr int kPasses = kQueries * kFours / kThreads;  // rows of a thread
-  constexpr int kAtOnce = 4;                             // batch rows that are loaded together
-  const int key_parts = ceil_div(p.kv_len, kBatchKeys);
-  const int rows = blockIdx.x / key_parts;
-  const int key0 = (blockIdx.x - rows * key_parts) * kBatchKeys;
-  const int of_launch = rows / query_blocks(p);
-  const int m0 = (rows - of_launch * query_blocks(p)) * kQueries;
+  static_assert(!kDbiasByHeads || (kKeys % kBatchKeys == 0 && kQueries % kBatchRows == 0),
+                "of one block");
+  constexpr int kFours = kBatchKeys / 4;                       // of a row, one of a thread
+  constexpr int kBatchParts = kThreads / kFours / kBatchRows;  // that a CTA adds at the end
+  constexpr int kAtOnce = 8;                                   // batch rows loaded together
+  __shared__ float4 parts[kBatchParts][kBatchRows][kFours];
+  const int thread = threadIdx.x, four = thread % kFours, row = thread / kFours % kBatchRows;
+  const int part = thread / (kFours * kBatchRows);
+  const int key_pieces = ceil_div(p.kv_len, kBatchKeys);
+  const int row_pieces = ceil_div(p.query_len, kBatchRows);
+  const int rows = blockIdx.x / key_pieces;
+  const int key0 = (blockIdx.x - rows * key_pieces) * kBatchKeys, key = key0 + 4 * four;
+  const int of_launch = rows / row_pieces;
+  const int query = (rows - of_launch * row_pieces) * kBatchRows + row;
   const int head = p.first_kv_head * group_size(p) + of_launch;
-  const int key = key0 + static_cast<int>(threadIdx.x) % kFours * 4;
-  const int first = m0 + static_cast<int>(threadIdx.x) / kFours;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_unit = 0;  // the next launch counts again
+  const int m0 = query / kQueries * kQueries;
+  const bool exists = query < p.query_len && key < p.kv_len;
+  if (blockIdx.x == 0 && thread == 0) *p.next_unit = 0;  // the next launch counts again
 
-  const auto query_of = [&](int pass) { return first + pass * (kThreads / kFours); };
-  float sum[kPasses][4] = {};
+  float4 sum{0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-  for (int base = 0; base < p.batch; base += kAtOnce) {
-    uint2 four[kAtOnce][kPasses] = {};
+  for (int base = part; base < p.batch; base += kAtOnce * kBatchParts) {
+    // What is stored is asked for all of them first: each load would wait for its own answer.
+    bool stored[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int batch = base + i;
-      if (batch < p.batch && is_stored(p, batch, head, m0, key0)) {
+      const int batch = base + i * kBatchParts;
+      stored[i] = is_stored(p, min(batch, p.batch - 1), head, m0, key0) & (batch < p.batch);
+    }
+    uint2 loaded[kAtOnce] = {};
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          if (query_of(pass) < p.query_len && key < p.kv_len) {
-            four[i][pass] = __ldcs(reinterpret_cast<const uint2*>(
-                stored_scores(p, batch, head, query_of(pass)) + key));
-          }
-        }
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int batch = base + i * kBatchParts;
+      if (exists & stored[i]) {
+        const uint16* from = stored_scores(p, batch, head, query) + key;
+        loaded[i] = __ldcs(reinterpret_cast<const uint2*>(from));
       }
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        sum[pass][0] += bias::Narrow::unpack_low(four[i][pass].x);
-        sum[pass][1] += bias::Narrow::unpack_high(four[i][pass].x);
-        sum[pass][2] += bias::Narrow::unpack_low(four[i][pass].y);
-        sum[pass][3] += bias::Narrow::unpack_high(four[i][pass].y);
-      }
+      sum.x += bias::Narrow::unpack_low(loaded[i].x);
+      sum.y += bias::Narrow::unpack_high(loaded[i].x);
+      sum.z += bias::Narrow::unpack_low(loaded[i].y);
+      sum.w += bias::Narrow::unpack_high(loaded[i].y);
     }
   }
+  parts[part][row][four] = sum;
+  __syncthreads();
+  if (part != 0 || !exists) return;
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int query = query_of(pass);
-    if (query < p.query_len && key < p.kv_len) {
-      const int64 at = (static_cast<int64>(head) * p.query_len + query) * p.kv_len + key;
-      *reinterpret_cast<uint2*>(static_cast<uint16*>(p.dbias) + at) = {
-          bias::Narrow::pack(sum[pass][0], sum[pass][1]),
-          bias::Narrow::pack(sum[pass][2], sum[pass][3])};
-    }
+  for (int i = 1; i < kBatchParts; ++i) {
+    const float4 other = parts[i][row][four];
+    sum.x += other.x;
+    sum.y += other.y;
+    sum.z += other.z;
+    sum.w += other.w;
   }
+  const int64 at = (static_cast<int64>(head) * p.query_len + query) * p.kv_len + key;
+  *reinterpret_cast<uint2*>(static_cast<uint16*>(p.dbias) + at) = {
+      bias::Narrow::pack(sum.x, sum.y), bias::Narrow::pack(sum.z, sum.w)};
 }
 
 // The sum of the parts; 256 threads.

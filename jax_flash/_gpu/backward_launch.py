@@ -42,7 +42,7 @@ from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
 _FINISH_CTAS = 4  # of a multiprocessor, that look at marks
-_BATCH_KEYS = 64  # of a CTA that sums over batch rows: cuda/kernels/backward_bias_sum.cuh
+_BATCH_ROWS, _BATCH_KEYS = 2, 64  # of a CTA that sums over batch rows: backward_bias_sum.cuh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,8 +298,8 @@ class Backward:
         return Kernel(entry, grid, threads, shared_bytes, beside=self.beside)
 
     def _main(self, units: AnySize) -> Kernel:
-        grid = minimum(SMS, units) if self.persistent else units
         tiling, cluster = self.tiling, 1
+        grid = minimum(SMS * tiling.resident, units) if self.persistent else units
         if tiling.pairs:
             cluster, grid = 2, grid // 2 * 2
         return Kernel(self.main, grid, tiling.threads, tiling.shared_bytes, cluster=cluster)
@@ -352,7 +352,7 @@ class Backward:
     def _by_heads(self) -> list[Step]:
         """Launches for some key/value heads at a time, whose dS is summed over the batch rows."""
         tiling, steps = self.tiling, []
-        of_head = product(N // K, self.query_blocks, ceil_div(S, _BATCH_KEYS))
+        of_head = product(N // K, ceil_div(T, _BATCH_ROWS), ceil_div(S, _BATCH_KEYS))
         for first in range(0, self.shapes.kv_heads, tiling.dbias_heads):
             count = min(tiling.dbias_heads, self.shapes.kv_heads - first)
             steps += [Set("first_kv_head", first), Set("launched_kv_heads", count)]

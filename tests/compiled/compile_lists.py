@@ -30,6 +30,11 @@ from .compile_cases import (
 def tuned(name: str) -> Configurations:
     """What is compiled always for a pass: plain kernels, and each schedule of theirs."""
     yield "128/128", PLAIN, SHAPES
+    tile = dataclasses.replace(SHAPES, q_len=64, kv_len=64, head_dim=64, value_dim=64)
+    bias = TermShape("bfloat16", batch=1, heads=16, queries=64, keys=64)
+    mask = TermShape("bool", batch=SHAPES.batch, heads=1, queries=1, keys=64)
+    beside = dataclasses.replace(PLAIN, terms=("bias", "mask"))
+    yield "64/64 tile, bias, mask", beside, dataclasses.replace(tile, bias=bias, mask=mask)
     for dims in PLAIN_DIMS:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes

@@ -25,7 +25,9 @@
 //                             tile.cuh
 //   int kBlockQ                queries per step: 64, or 128 when both dims are at most 64 and
 //                             there is no softcap
-//   int kBlockKV               keys per block: 128, or 64 for backward_wide.cuh
+//   int kBlockKV               keys per block: 128, or 64 for backward_wide.cuh and where a row has
+//                             no more: then one score warpgroup (kScoreWarpgroups, else 2) has
+//                             them, and kResident CTAs run on a multiprocessor, else 1
 //   int kStages, kDoutStages  Q and dO buffers
 //   int kScoreStages          dS buffers
 //   bool kPairs               two CTAs of a cluster share the columns of dq: backward_pairs.cuh
@@ -61,7 +63,7 @@
 
 #include "sm90/backward_narrow.cuh"
 
-extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(backward::kThreads, kResident)
     flash_backward(const __grid_constant__ BackwardParams p) {
   if (is_left_to_other(p)) return;
   backward::main_kernel(p);

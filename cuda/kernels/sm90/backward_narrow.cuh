@@ -17,22 +17,22 @@
 
 namespace backward {
 
-static_assert(kKeys == 128 && kParts == 1, "two score warpgroups of 64 keys");
+static_assert(kKeys == 64 * kScoreWarpgroups && kParts == 1, "score warpgroups of 64 keys");
 static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
 
-inline constexpr int kThreads = 384;
+inline constexpr int kThreads = 128 * (1 + kScoreWarpgroups);
 
 // dQ of a query block is one or two tiles of 64 queries by 64 columns: each score warpgroup takes
-// one, or 32 columns of the only one.
+// one, or 32 columns of the only one. A warpgroup by itself takes what columns there are of one.
 inline constexpr int kDqTiles = kQueries / 64 * kHeadBoxes;
-static_assert(kDqTiles <= 2);
-inline constexpr int kDqValues = 16 * kDqTiles;
+static_assert(kDqTiles <= kScoreWarpgroups);
+inline constexpr int kDqValues = kScoreWarpgroups == 1 ? 16 * ceil_div(kHead, 32) : 16 * kDqTiles;
 
 inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueBoxes;
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 struct NarrowShared : SharedWithRing {
-  unsigned char output[kOutputs][2][kOutBytes];  // [score][box][64][64]
+  unsigned char output[kOutputs][kScoreWarpgroups][kOutBytes];  // [score][box][64][64]
 };
 
 // Named barriers.
@@ -42,10 +42,10 @@ __device__ __forceinline__ void set_up() {
   if constexpr (kCompact) fill_numbers(blockDim.x);
   if constexpr (kRing) set_up_ring(8);
   if (threadIdx.x == 0) {
-    set_up_load(kRing ? 10 : 8, 8, 8);
+    set_up_load(kScoreWarps + (kRing ? 2 : 0), kScoreWarps, kScoreWarps);
     for (int i = 0; i < kScoreStages; ++i) {
-      ptx::barrier_init(at(&Shared::gradient_full, i), 8);
-      ptx::barrier_init(at(&Shared::gradient_empty, i), 8);
+      ptx::barrier_init(at(&Shared::gradient_full, i), kScoreWarps);
+      ptx::barrier_init(at(&Shared::gradient_empty, i), kScoreWarps);
     }
     ptx::barrier_init_fence();
   }
@@ -79,7 +79,8 @@ struct ScorerParts {
   __device__ __forceinline__ void write_out(const TensorMap& map,
                                             const float (&values)[kColumns / 2], float scale,
                                             const volatile UnitRecord& u, int buffer) {
-    const uint32 out = at(&NarrowShared::output) + (buffer % kOutputs * 2 + which) * kOutBytes;
+    const int place = buffer % kOutputs * kScoreWarpgroups + which;
+    const uint32 out = at(&NarrowShared::output) + place * kOutBytes;
     // The previous store has read its shared memory.
     if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<kOutputs - 1>();
     ptx::named_barrier_sync(kScoreBarrier + which, 128);

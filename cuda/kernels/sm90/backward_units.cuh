@@ -22,7 +22,7 @@ inline constexpr int kGradientPlane = kKeys * kQueries * 2;
 inline constexpr int kGradientBytes = kParts * kGradientPlane;
 // A bias that TMA loads comes with Q, in its stages and at its barriers.
 inline constexpr int kBiasBytes = kBiasTiles ? kKeys * kQueries * bias::kBytes : 0;
-static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128));
+static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys % bias::kBoxKeys == 0));
 
 // Each warp that loads arrives at the barrier of a tile; the numbers that come with Q and dO take
 // one arrival more, unless they come by TMA.
@@ -32,6 +32,8 @@ inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 // With kPairs: boxes of the other CTA's keys that this one reads, half of the columns.
 inline constexpr int kPairBoxes = kPairs ? ceil_div(kHeadBoxes, 2) : 0;
 static_assert(!kPairs || (kTmaLoads && !kCompact && !kRing && kParts == 1));
+
+inline constexpr int kScoreWarps = 4 * kScoreWarpgroups;  // that read Q and dO
 
 inline constexpr int kUnits = 2;  // records that may be in use
 
@@ -167,11 +169,11 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
   ptx::barrier_init(at(&Shared::value_empty), value_readers);
   for (int i = 0; i < kStages; ++i) {
     ptx::barrier_init(at(&Shared::query_full, i), kQueryArrivals);
-    ptx::barrier_init(at(&Shared::query_empty, i), 8);  // warps of two warpgroups
+    ptx::barrier_init(at(&Shared::query_empty, i), kScoreWarps);
   }
   for (int i = 0; i < kDoutStages; ++i) {
     ptx::barrier_init(at(&Shared::dout_full, i), kQueryArrivals);
-    ptx::barrier_init(at(&Shared::dout_empty, i), 8);
+    ptx::barrier_init(at(&Shared::dout_empty, i), kScoreWarps);
   }
   for (int i = 0; i < kTurns; ++i) {
     ptx::barrier_init(at(&Shared::turn_full, i), 1);

@@ -45,7 +45,7 @@ inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kByt
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
-static_assert(kConsumers == 2 || kConsumers == 3);
+static_assert(kConsumers >= 1 && kConsumers <= 3);
 static_assert(!kFloat8 || (kBlockKV == kBoxRowBytes && kTmaLoads && kPackedHeads == 1));
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");

@@ -83,6 +83,8 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         dbias_heads=by_heads,
         sum_ctas=2 * multiprocessors(gpu),
     )
+    if asked.is_tile and (tiling.stores_dbias or not shapes.bias):
+        tiling = dataclasses.replace(tiling, block_q=64, resident=2)
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
     if asked.may_load_bias and tiled.shared_bytes <= gpu.shared_bytes:
         return spare(problem, shapes, tiled)
@@ -131,6 +133,20 @@ class _Backward:
         in_turns = self.problem.deterministic and self.unordered.unit_heads > 0
         of_unit = 64 if self.wide and not self.unordered.pairs else 128
         return self._has_all_keys(of_unit) and not in_turns
+
+    @property
+    def is_tile(self) -> bool:
+        """A row of a head is one warpgroup's tile, of many: the other would have nothing to do.
+
+        Two CTAs of one score warpgroup hide each other's loads.
+        """
+        terms = {*self.problem.terms}
+        timed = set() < terms <= {"bias", "mask"} and self.problem.window == (None, None)
+        timed = timed and self.problem.softcap is None and self.problem.score is None
+        timed = timed and not (self.wide or self.few or self.problem.split) and self.tma_loads
+        lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
+        plane = self.shapes.bias is None or self.may_load_bias
+        return timed and plane and max(lengths) <= 64 and self.widest <= 64 and self.stores_dq
 
     @property
     def unordered(self) -> _Backward:

@@ -36,6 +36,8 @@ def backward_constants(
         "kCompact": tiling.compact,
         "kRing": tiling.ring_sets > 0,
         "kPairs": tiling.pairs,
+        "kScoreWarpgroups": tiling.score_warpgroups,
+        "kResident": tiling.resident,
         "kUnitHeads": tiling.unit_heads,
         "kOutputs": tiling.outputs,
         "kReadsAhead": tiling.reads_ahead,
@@ -119,6 +121,8 @@ class BackwardSchedule:
             return (24, 88, 200) if self.adds_boxes else (24, 72, 208)
         if self.tiling.wide:
             return (24, 72, 208) if self.tiling.stores_dq else (32, 64, 208)
+        if self.tiling.resident > 1:  # of 64k registers two or three CTAs have 32k or 20k each
+            return (24, 0, 232 if self.tiling.resident == 2 else 136)
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
 
     @property

@@ -43,12 +43,18 @@ class BackwardTiling:
     halves: bool = False  # as for the forward, wide kernel
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
+    resident: int = 1  # CTAs of a multiprocessor; from 2 on of one score warpgroup, narrow kernel
     pairs: bool = False  # two CTAs of a cluster make half of the columns of dq: backward_pairs.cuh
 
     @property
     def block_kv(self) -> int:
         """Keys of one block."""
-        return 64 if self.wide else 128
+        return 64 if self.wide else 64 * self.score_warpgroups
+
+    @property
+    def score_warpgroups(self) -> int:
+        """Warpgroups that compute scores, each of 64 keys in the narrow kernel."""
+        return 1 if self.resident > 1 else 2
 
     @property
     def source(self) -> str:
@@ -75,7 +81,7 @@ class BackwardTiling:
 
     @property
     def threads(self) -> int:
-        return 512 if self.wide else 384
+        return 512 if self.wide else 128 * (1 + self.score_warpgroups)
 
     @property
     def shared_bytes(self) -> int:
@@ -84,7 +90,7 @@ class BackwardTiling:
         both = 128 * (head_boxes + value_boxes)
         rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
         scores = self.parts * self.score_stages * self.block_kv * self.block_q * 2
-        sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
+        sums = 16384 if self.wide else 8192 * self.score_warpgroups * max(head_boxes, value_boxes)
         sums *= self.outputs
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases

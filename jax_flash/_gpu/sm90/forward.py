@@ -204,6 +204,20 @@ class _Forward:
         return middle and many and alone and square and not self.spills(THREE_WIDE)
 
     @property
+    def is_tile(self) -> bool:
+        """A row of a head is one warpgroup's tile, of many: a second would have nothing to do.
+
+        Three teams of one warpgroup hide each other's loads, and their keys are one block.
+        """
+        lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
+        plane = self.bytes_of_bias == 2 and is_plane(self.shapes)
+        terms = {*self.problem.terms}
+        timed = set() < terms <= {"bias", "mask"} and (plane or not self.has("bias"))
+        timed = timed and self.problem.window == (None, None) and self.tma_loads
+        timed = timed and not (self.is_capped or self.is_mapped or self.problem.split)
+        return timed and max(lengths) <= 64 and self.widest <= 64 and self.packed_heads == 1
+
+    @property
     def fills_larger_units(self) -> bool:
         """Units of 192 rows, 1.4 times as long as those of 128, take no more time in rounds."""
         units, larger = self.units_of(128), self.units_of(192)
@@ -387,6 +401,7 @@ _COMMON += ("tma_loads", "halves", "batches_together")
 _OF_THREE = {"block_kv": 128, "consumers": 3, "stages": 4, "query_stages": 2, "ping_pong": False}
 _OF_THREE_64 = {**_OF_THREE, "block_kv": 64}
 _OF_TEAMS = {"block_kv": 64, "teams": 2, "stages": 5, "query_stages": 2, "ping_pong": False}
+_OF_TILES = {**_OF_TEAMS, "consumers": 1, "teams": 3, "stages": 2, "batches_together": False}
 _OF_MIDDLE = {**_OF_THREE, "block_kv": 80, "stages": 3, "dynamic": True, "l2_heads": 22}
 _OF_MIDDLE_64 = {**_OF_THREE_64, "dynamic": True, "l2_heads": 44}
 _FORWARD = (
@@ -398,6 +413,7 @@ _FORWARD = (
     _row(lambda x: not x.tma_loads and x.widest <= 128, query_stages=2),
     _row(lambda x: not x.tma_loads),
     # Head dims up to 64.
+    _row(lambda x: x.is_tile, **_OF_TILES),
     # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
     # units would walk the blocks of two rows of 128.
     _row(lambda x: x.widest <= 64 and (x.is_short or x.is_roomy_layout), **_OF_TEAMS),

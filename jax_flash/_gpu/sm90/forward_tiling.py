@@ -106,6 +106,6 @@ class ForwardTiling:
         """Registers of a producer's and a consumer's thread; a CTA shares out 64k of them."""
         if self.teams * self.consumers == 4:
             return 32, 112
-        if self.consumers == 3:
+        if self.teams * self.consumers == 3:
             return 32, 160
         return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
