@@ -101,6 +101,8 @@ CASES = (
     C("bias fixed", bias="1nts", batch=(9,), T=64, S=64, causal=True, fixed=("bias",)),
     C("bias shared, mask of keys, a tile", bias="1nts", mask="b11s", batch=(19,), T=64, S=64, N=3,
       K=3, H=32),
+    C("bias shared, mask, two teams", bias="1nts", mask="b11s", batch=(2,), T=200, S=264, N=2, K=1,
+      H=32),
     C("bias stored, mask, a tile", bias="bnts", mask="bnts", batch=(2,), T=56, S=40, N=4, K=2,
       H=64, Hv=32, mask_density=0.6, dtype="float16"),
     C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
