@@ -223,7 +223,7 @@ class _Forward:
         lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
         of_keys = mask is not None and is_one(mask.queries) and not is_one(mask.keys)
         both = self.has("bias") and of_keys and self.widest <= 32
-        return both and self.is_masked_by_plane and max(lengths) <= 2048
+        return both and self.is_masked_by_plane and max(lengths) <= 512
 
     @property
     def is_masked_by_plane(self) -> bool:
