@@ -63,8 +63,7 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     if shapes.kv_heads != 1:
         return False
     # Hopper's kernels read keys once for all heads.
-    hopper = sm90.Sm90()
-    once = gpu.arch in hopper.architectures and hopper.fill_together(call, shapes, gpu)
+    once = gpu.arch in sm90.Sm90.architectures and sm90.fill_together(call, shapes, gpu)
     if once and batch >= _ROWS:
         return False
     units = batch * heads * -(-keys // 128)

@@ -99,23 +99,7 @@ class Sm90(Family):
         """Not in a forward pass that packs a power of two of heads, without rows of their own."""
         if call.target == "forward" and packs_heads(call.problem, shapes, gpu):
             return False
-        return self.fill_together(call, shapes, gpu)
-
-    def fill_together(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
-        """Tells whether heads that share keys fill half as many blocks of queries together.
-
-        Each head's own block reads the keys, and most of its queries are empty.
-        """
-        if not folding.may_fold_heads(call, shapes) or is_wide(call.problem):
-            return False
-        batch, queries, keys = shapes.batch, shapes.q_len, shapes.kv_len
-        if not (isinstance(batch, int) and isinstance(keys, int)):
-            return False
-        group, block = group_size(shapes), _BLOCK // 2
-        fewer = group * blocks(queries, block) >= 2 * blocks(group * queries, block)
-        units = batch * shapes.q_heads * blocks(keys, _BLOCK)
-        many = units >= _HEADS_ROUNDS * multiprocessors(gpu)
-        return fewer and many and queries <= _COPIED_QUERIES * blocks(keys, _BLOCK)
+        return fill_together(call, shapes, gpu)
 
     def padded(self, shapes: Shapes) -> Shapes:
         """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
@@ -167,6 +151,23 @@ class Sm90(Family):
             notes=(*copied, *loads, *self.untried(gpu)),
             functions=functions(call, shapes),
         )
+
+
+def fill_together(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether heads that share keys fill half as many blocks of queries together.
+
+    Each head's own block reads the keys, and most of its queries are empty.
+    """
+    if not folding.may_fold_heads(call, shapes) or is_wide(call.problem):
+        return False
+    batch, queries, keys = shapes.batch, shapes.q_len, shapes.kv_len
+    if not (isinstance(batch, int) and isinstance(keys, int)):
+        return False
+    group, block = group_size(shapes), _BLOCK // 2
+    fewer = group * blocks(queries, block) >= 2 * blocks(group * queries, block)
+    units = batch * shapes.q_heads * blocks(keys, _BLOCK)
+    many = units >= _HEADS_ROUNDS * multiprocessors(gpu)
+    return fewer and many and queries <= _COPIED_QUERIES * blocks(keys, _BLOCK)
 
 
 def _constants(
