@@ -1,4 +1,4 @@
-// Rows of dq, dk and dv once more, by one warp each, without touching what is hidden from them.
+// Rows of dq, dk and dv once more, sixteen by one warp, without touching what is hidden from them.
 //
 // The tiled kernel multiplies the rows of a partial block by a dS or P of zero where they do not
 // see each other, and 0 * NaN is NaN: a NaN or infinity in one row of a block reaches the results
@@ -7,6 +7,7 @@
 #pragma once
 
 #include "backward_blocks.cuh"
+#include "exact_products.cuh"
 
 namespace backward {
 
@@ -26,145 +27,158 @@ __device__ __forceinline__ int64 padded_row(const Params& p, int batch, int head
   if constexpr (kCompact) return row * stored_rows(p) + query;
   return row * query_blocks(p) * kQueries + query;
 }
-// One element of P, dropout applied, and of dS.
+// One element of P, dropout applied, and of dS, of the products of its rows.
 struct Weights {
   float probability, gradient;
   bool seen;  // a function of the scores may hide what masks do not
 };
 template <class Params>
 __device__ __forceinline__ Weights weights(const Params& p, int batch, int head, int query, int key,
-                                           float lse, float minus_delta) {
-  const int kv_head = head / group_size(p);
-  const int64 q = query_row(p, batch, query, head) * kHeadDim;
-  const int64 k = key_row(p, batch, key, kv_head) * kHeadDim;
-  const int64 dout = query_row(p, batch, query, head) * kValueDim;
-  const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
-  const bool kept = keeps(p, batch, head, query, key);
-  float score = 0.f, dp = 0.f;
-#pragma unroll 1
-  for (int c = 0; c < kHeadDim; ++c) {
-    score = fmaf(load_element(p.query_data, q + c), load_element(p.key_data, k + c), score);
-  }
-#pragma unroll 1
-  for (int c = 0; c < kValueDim; ++c) {
-    dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
-  }
+                                           float score, float dp, float lse, float minus_delta) {
   float slope;
   score = score_of_pair(p, batch, head, query, key, score, slope);
   if (kHasScoreFunction && score == kNegativeInfinity) return {0.f, 0.f, false};
+  const bool kept = keeps(p, batch, head, query, key);
   const float probability = probability_of(fmaf(score, p.scale_log2, lse));
   if (!kept) dp = 0.f;
   return {kept ? probability : 0.f, probability * (dp + minus_delta) * slope, true};
 }
-
-// 64 columns of dq of one query.
-template <class Params>
-__device__ __forceinline__ void exact_dq(const Params& p, int batch, int head, int query,
-                                         int column0) {
-  const int lane = threadIdx.x % 32, kv_head = head / group_size(p);
-  const int64 padded = padded_row(p, batch, head, query);
-  const float lse = p.lse_log2[padded], minus_delta = p.minus_delta[padded];
-  if (lse != lse || !is_finite(minus_delta)) return;
-  const Range keys = visible_keys(visibility(p, batch), query, query);
-  float sums[2] = {0.f, 0.f};
-#pragma unroll 1
-  for (int first = keys.begin; lse > kNegativeInfinity && first < keys.end; first += 32) {
-    const int mine = first + lane;
-    bool seen = mine < keys.end && sees(p, batch, head, query, mine);
-    float gradient = 0.f;
-    if (seen) {
-      const Weights w = weights(p, batch, head, query, mine, lse, minus_delta);
-      gradient = w.gradient;
-      if constexpr (kHasScoreFunction) seen = w.seen;
-    }
-    for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
-      const int owner = __ffs(left) - 1;
-      const float ds = __shfl_sync(0xffffffffu, gradient, owner);
-      const int64 k = key_row(p, batch, first + owner, kv_head) * kHeadDim;
+// Sixteen rows, from `first` on, of dq of one head, or of dk or dv of one key/value head, whose
+// query heads are `heads`. Computes columns of those that are marked, a bit each, in units of 64.
+enum class Repaired { kDq, kDk, kDv };
+struct ExactRows {
+  Repaired of;
+  int batch, kv_head;
+  Range heads;
+  int first;
+  uint32 marks;
+  Range columns;
+};
+// dk and dv one after the other, though both want the scores: sums of both took 168 registers, and
+// were spilled.
+template <int kDim, class Params>
+__device__ __forceinline__ void exact_gradient(const Params& p, const ExactRows& rows) {
+  const bool of_keys = rows.of != Repaired::kDq, of_value = rows.of == Repaired::kDv;
+  const Visibility sight = visibility(p, rows.batch);
+  const auto row_at = [&](bool is_key, int index, int head) {
+    return is_key ? key_row(p, rows.batch, index, rows.kv_head)
+                  : query_row(p, rows.batch, index, head);
+  };
+  const auto own = [&](int row) {  // rows past the last are not marked
+    const int mine = rows.first + exact::lane() / 4 + fragment::kRowStep * row;
+    return min(mine, (of_keys ? p.kv_len : p.query_len) - 1);
+  };
+  bool stores[2];
+  Range sees_them[2], all{kLargest, kSmallest};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = column0 + lane + 32 * i;
-        if (column < kHeadDim) sums[i] = fmaf(ds, load_element(p.key_data, k + column), sums[i]);
-      }
-    }
+  for (int row = 0; row < 2; ++row) {
+    stores[row] = rows.marks >> (exact::lane() / 4 + fragment::kRowStep * row) & 1;
+    sees_them[row] = of_keys ? visible_queries(sight, own(row), own(row))
+                             : visible_keys(sight, own(row), own(row));
+    if (!stores[row]) sees_them[row] = {0, 0};
+    if (sees_them[row].empty()) continue;
+    all = {min(all.begin, sees_them[row].begin), max(all.end, sees_them[row].end)};
   }
-  const int64 at = query_row(p, batch, query, head) * kHeadDim;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int column = column0 + lane + 32 * i;
-    if (column < kHeadDim) store_result(p.dquery, at + column, sums[i] * query_key_scale(p));
-  }
-}
-
-// dk and dv of one key.
-template <class Params>
-__device__ __forceinline__ void exact_dkdv(const Params& p, int batch, int kv_head, int key) {
-  constexpr int kSumsK = ceil_div(kHeadDim, 32), kSumsV = ceil_div(kValueDim, 32);
-  const int lane = threadIdx.x % 32;
-  const Range queries = visible_queries(visibility(p, batch), key, key);
-  float dk[kSumsK], dv[kSumsV];
-#pragma unroll
-  for (float& x : dk) x = 0.f;
-#pragma unroll
-  for (float& x : dv) x = 0.f;
+  all.begin = __reduce_min_sync(0xffffffffu, all.begin);
+  all.end = __reduce_max_sync(0xffffffffu, all.end);
 #pragma unroll 1
-  for (int i = 0; i < group_size(p); ++i) {
-    const int head = kv_head * group_size(p) + i;
+  for (int column = rows.columns.begin; column < rows.columns.end; column += exact::kBoxColumns) {
+    exact::Sums<Element, kDim, 1> sums;
+    sums.begin(column);
 #pragma unroll 1
-    for (int first = queries.begin; first < queries.end; first += 32) {
-      const int mine = first + lane;
-      bool seen = mine < queries.end && sees(p, batch, head, mine, key);
-      float lse = 0.f, minus_delta = 0.f;
-      if (seen) {
-        lse = p.lse_log2[padded_row(p, batch, head, mine)];
-        minus_delta = p.minus_delta[padded_row(p, batch, head, mine)];
-        seen = lse != kNegativeInfinity;
-      }
-      if (__any_sync(0xffffffffu, lse != lse)) return;  // both are NaN
-      Weights w{0.f, 0.f, false};
-      if (seen) w = weights(p, batch, head, mine, key, lse, minus_delta);
-      if constexpr (kHasScoreFunction) seen = w.seen;
-      for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
-        const int owner = __ffs(left) - 1;
-        const float probability = __shfl_sync(0xffffffffu, w.probability, owner);
-        const float gradient = __shfl_sync(0xffffffffu, w.gradient, owner);
-        const int query = first + owner;
-        const int64 q = query_row(p, batch, query, head) * kHeadDim;
-        const int64 dout = query_row(p, batch, query, head) * kValueDim;
-#pragma unroll
-        for (int c = 0; c < kSumsK; ++c) {
-          const int column = lane + 32 * c;
-          if (column < kHeadDim)
-            dk[c] = fmaf(gradient, load_element(p.query_data, q + column), dk[c]);
+    for (int head = rows.heads.begin; head < rows.heads.end; ++head) {
+#pragma unroll 1
+      for (int from = all.begin; from < all.end; from += exact::kRows) {
+        // Found anew in every step: kept, addresses were spilled.
+        const bool of_keys = ptx::opaque(static_cast<uint32>(rows.of)) != 0;
+        const int64 at[2] = {row_at(of_keys, own(0), head), row_at(of_keys, own(1), head)};
+        const auto other = [&](int i) {
+          return row_at(!of_keys, min(from + i, all.end - 1), head);
+        };
+        const void* const right_head = of_keys ? p.query_data : p.key_data;
+        const void* const right_value = of_keys ? p.dout_data : p.value_data;
+        const auto other_head = [&](int i) { return other(i) * kHeadDim; };
+        const auto other_value = [&](int i) { return other(i) * kValueDim; };
+        const auto next = [&](int i) { return other(i + exact::kRows); };
+        exact::prefetch_rows<Element, kHeadDim>(right_head,
+                                                [&](int i) { return next(i) * kHeadDim; });
+        exact::prefetch_rows<Element, kValueDim>(right_value,
+                                                 [&](int i) { return next(i) * kValueDim; });
+        exact::Scores scores, products{};
+        const int64 head_at[2] = {at[0] * kHeadDim, at[1] * kHeadDim};
+        exact::multiply_rows<Element, kHeadDim, 1>(scores, of_keys ? p.key_data : p.query_data,
+                                                   head_at, right_head, other_head);
+        if (!of_value) {
+          const int64 value_at[2] = {at[0] * kValueDim, at[1] * kValueDim};
+          exact::multiply_rows<Element, kValueDim, 1>(
+              products, of_keys ? p.value_data : p.dout_data, value_at, right_value, other_value);
         }
+        uint32 seen = 0;
+        bool is_nan[2] = {false, false};
+        // Columns 0 to 7, then the others: all at once were spilled beside many terms. A half has
+        // no branches, so that what is loaded for its pairs is on its way together.
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int c = 0; c < kSumsV; ++c) {
-          const int column = lane + 32 * c;
-          if (column < kValueDim) {
-            dv[c] = fmaf(probability, load_element(p.dout_data, dout + column), dv[c]);
+          for (int i = 0; i < 4; ++i) {
+            const int row = fragment::row(i), index = from + exact::column_of(i) + 8 * half;
+            const int at = min(index, all.end - 1);
+            const int query = of_keys ? at : own(row), key = of_keys ? own(row) : at;
+            const int64 padded = padded_row(p, rows.batch, ptx::opaque(head), query);
+            const float lse = p.lse_log2[padded], minus_delta = p.minus_delta[padded];
+            bool visible = index >= sees_them[row].begin && index < sees_them[row].end;
+            visible &= sees(p, rows.batch, head, query, key);
+            if (visible && (lse != lse || !(of_keys || is_finite(minus_delta)))) is_nan[row] = true;
+            Weights w =
+                weights(p, rows.batch, head, query, key, scores[i], products[i], lse, minus_delta);
+            if (!visible || lse == kNegativeInfinity) w = {0.f, 0.f, false};
+            if (w.seen) seen |= 1u << (i + 4 * half);
+            scores[i] = of_value ? w.probability : w.gradient;
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {  // the other half comes in front
+            const float other = scores[i];
+            scores[i] = scores[i + 4], scores[i + 4] = other;
+            products[i] = products[i + 4];
           }
         }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {  // then the results are NaN, as they are
+          const uint32 lanes = __ballot_sync(0xffffffffu, is_nan[row]);
+          if (lanes >> (exact::lane() & ~3) & 15) stores[row] = false;
+        }
+        if (!__any_sync(0xffffffffu, stores[0] || stores[1])) return;
+        const void* const right = of_value ? right_value : right_head;
+        const auto right_at = [&](int i) { return other(i) * kDim; };
+        auto ahead = sums.load(right, right_at);
+        sums.add(scores, seen, ahead, right, right_at);
       }
     }
-  }
-  const int64 at_k = key_row(p, batch, key, kv_head) * kHeadDim;
-  const int64 at_v = key_row(p, batch, key, kv_head) * kValueDim;
 #pragma unroll
-  for (int c = 0; c < kSumsK; ++c) {
-    if (lane + 32 * c < kHeadDim)
-      store_result(p.dkey_data, at_k + lane + 32 * c, dk[c] * query_key_scale(p));
+    for (int row = 0; row < 2; ++row) {
+      if (!stores[row]) continue;
+      void* const result = of_value ? p.dvalue_data : of_keys ? p.dkey_data : p.dquery;
+      sums.template store<ResultElement>(row,
+                                         static_cast<ResultElement::Bits*>(result) +
+                                             row_at(of_keys, own(row), rows.heads.begin) * kDim,
+                                         of_value ? value_scale(p) : query_key_scale(p));
+    }
   }
-#pragma unroll
-  for (int c = 0; c < kSumsV; ++c) {
-    if (lane + 32 * c < kValueDim)
-      store_result(p.dvalue_data, at_v + lane + 32 * c, dv[c] * value_scale(p));
+}
+template <class Params>
+__device__ __forceinline__ void exact_gradients(const Params& p, const ExactRows& rows) {
+  if (rows.marks == 0) return;
+  if (kHeadDim != kValueDim && rows.of == Repaired::kDv) {
+    exact_gradient<kValueDim>(p, rows);
+  } else {
+    exact_gradient<kHeadDim>(p, rows);
   }
 }
 
 // ---- which rows -------------------------------------------------------------------------------
 
 // The main kernel leaves a mark for every 16 rows of dk and of dv, the rows of one warp.
-inline constexpr int kMarkedRows = 16;
+inline constexpr int kMarkedRows = exact::kRows;
 // Pairs of marks of a key/value head: with kCompact there is none past the last key.
 template <class Params>
 __device__ __forceinline__ int marked_rows(const Params& p) {
@@ -207,40 +221,100 @@ __device__ __forceinline__ void mark_rows(const Params& p, int batch, int kv_hea
   }
 }
 
-// The marks that one block of the finishing kernel looks after.
+// The groups of 16 keys that one block of the finishing kernel looks after.
 template <class Params>
-__device__ __forceinline__ Range own_marks(const Params& p) {
-  const int marks = mark_count(p), share = ceil_div(marks, 2 * static_cast<int>(gridDim.x)) * 2;
-  const int begin = min(marks, static_cast<int>(blockIdx.x) * share);
-  return {begin, min(marks, begin + share)};
+__device__ __forceinline__ Range own_groups(const Params& p) {
+  const int groups = mark_count(p) / 2, share = ceil_div(groups, static_cast<int>(gridDim.x));
+  const int begin = min(groups, static_cast<int>(blockIdx.x) * share);
+  return {begin, min(groups, begin + share)};
 }
 template <class Params>
-__device__ __forceinline__ bool any_marked(const Params& p, Range marks) {
+__device__ __forceinline__ bool is_marked(const Params& p, int group) {
+  return kSharesKeys || p.marks[2 * group] != 0 || p.marks[2 * group + 1] != 0;
+}
+template <class Params>
+__device__ __forceinline__ bool any_marked(const Params& p, Range groups) {
   bool marked = false;
-  for (int i = marks.begin + static_cast<int>(threadIdx.x); i < marks.end; i += blockDim.x) {
-    marked = marked || p.marks[i] != 0;
+  for (int i = groups.begin + static_cast<int>(threadIdx.x); i < groups.end; i += blockDim.x) {
+    marked = marked || is_marked(p, i);
   }
   return marked;
 }
 
-// Computes the rows of dk and dv behind these marks again, where they are not finite.
+// Of 16 keys of a group those whose dk, or dv, is not finite.
 template <class Params>
-__device__ __forceinline__ void exact_marked(const Params& p, Range marks) {
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+__device__ __forceinline__ ExactRows wrong_keys(const Params& p, int group, Repaired of) {
+  const int groups = marked_rows(p), head_index = group / groups;
+  const int batch = head_index / p.kv_heads, kv_head = head_index - batch * p.kv_heads;
+  const int dim = of == Repaired::kDv ? kValueDim : kHeadDim;
+  const void* const result = of == Repaired::kDv ? p.dvalue_data : p.dkey_data;
+  const int first_head = kv_head * group_size(p), first = (group - head_index * groups) * 16;
+  ExactRows rows{of, batch, kv_head, {first_head, first_head + group_size(p)}, first, 0, {0, dim}};
 #pragma unroll 1
-  for (int i = marks.begin; i < marks.end; i += 2) {
-    if (p.marks[i] == 0 && p.marks[i + 1] == 0) continue;
-    const int blocks = marked_rows(p);
-    const int head = i / 2 / blocks;
-    const int key0 = (i / 2 - head * blocks) * kMarkedRows;
-    const int batch = head / p.kv_heads, kv_head = head - batch * p.kv_heads;
+  for (int i = 0; i < exact::kRows && first + i < p.kv_len; ++i) {
+    const int64 row = key_row(p, batch, first + i, kv_head);
+    rows.marks |= !row_is_finite(result, row * dim, dim) << i;
+  }
+  return rows;
+}
+// Of 16 queries of a head those of which 64 columns of dq are not finite.
+template <class Params>
+__device__ __forceinline__ ExactRows wrong_queries(const Params& p, int batch, int head, int first,
+                                                   int count, Range columns) {
+  ExactRows rows{Repaired::kDq, batch, head / group_size(p), {head, head + 1}, first, 0, columns};
 #pragma unroll 1
-    for (int key = key0 + warp; key < min(key0 + kMarkedRows, p.kv_len); key += warps) {
-      const int64 k = key_row(p, batch, key, kv_head) * kHeadDim;
-      const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
-      if (!row_is_finite(p.dkey_data, k, kHeadDim) || !row_is_finite(p.dvalue_data, v, kValueDim)) {
-        exact_dkdv(p, batch, kv_head, key);
+  for (int i = 0; i < count && first + i < p.query_len; ++i) {
+    const int64 at = query_row(p, batch, first + i, head) * kHeadDim + columns.begin;
+    rows.marks |= !row_is_finite(p.dquery, at, min(columns.end, kHeadDim) - columns.begin) << i;
+  }
+  return rows;
+}
+
+// What a CTA of the finishing kernel looks after: its tile of dq, 64 rows, or -1; others, as far as
+// they are marked; groups of keys. With kStoresDq a tile has rows of [B, T, N], of several heads.
+struct Suspects {
+  int own;
+  Range tiles, groups;
+};
+template <class Params>
+__device__ __forceinline__ bool is_tile_marked(const Params& p, int tile) {
+  if constexpr (kRing || kStoresDq) return p.dq_marks[tile] != 0;
+  return false;
+}
+// Computes again what is stored and not finite of these.
+template <class Params>
+__device__ __forceinline__ void exact_suspects(const Params& p, const Suspects& suspects) {
+  const auto& [own, tiles, groups] = suspects;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, count = tiles.end - tiles.begin;
+  const int boxes = ceil_div(kHeadDim, 64), tiles_of_head = query_blocks(p) * (kQueries / 64);
+#pragma unroll 1
+  for (int i = own < 0 ? 0 : -1; i < count + groups.end - groups.begin; ++i) {
+    const int tile = i < 0 ? own : tiles.begin + i, group = groups.begin + i - count;
+    const bool of_keys = i >= count;
+    const bool skips = of_keys ? group % warps != warp || !is_marked(p, group)
+                               : i >= 0 && !is_tile_marked(p, tile);
+    if (skips) continue;
+    // dk and dv; with kStoresDq, whose rows are of several heads, one row at a time.
+    const int parts = of_keys ? 2 : kStoresDq ? exact::kRows : 1;
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      ExactRows rows;
+      if (of_keys) {
+        rows = wrong_keys(p, group, part == 0 ? Repaired::kDk : Repaired::kDv);
+      } else if constexpr (kStoresDq) {
+        const int row = 64 * tile + exact::kRows * warp + part, of = row / p.query_heads;
+        if (of >= p.batch * p.query_len) break;
+        const int batch = of / p.query_len;
+        rows = wrong_queries(p, batch, row - of * p.query_heads, of - batch * p.query_len, 1,
+                             {0, kHeadDim});
+      } else {
+        const int of = tile / boxes, head_index = of / tiles_of_head;
+        const int batch = head_index / p.query_heads, column = 64 * (tile - of * boxes);
+        rows = wrong_queries(p, batch, head_index - batch * p.query_heads,
+                             64 * (of - head_index * tiles_of_head) + exact::kRows * warp,
+                             exact::kRows, {column, column + 64});
       }
+      exact_gradients(p, rows);
     }
   }
 }

@@ -86,9 +86,9 @@ __device__ __forceinline__ bool finish_tile(Tile& tile, const float4 (&values)[8
   return finite;
 }
 
-// With kSharesKeys: dk and dv of 64 keys, whose sums are tiles of `slab`.
+// With kSharesKeys: dk and dv of 64 keys, whose sums are tiles of `slab`. Are they finite?
 template <class Params, class Tile>
-__device__ __forceinline__ void finish_keys(const Params& p, int slab, Tile& tile) {
+__device__ __forceinline__ bool finish_keys(const Params& p, int slab, Tile& tile) {
   const int slabs = key_blocks(p) * (kKeys / 64), head_index = slab / slabs;
   const int row0 = (slab - head_index * slabs) * 64, rows = p.kv_len - row0;
   const int batch = head_index / p.kv_heads, kv_head = head_index - batch * p.kv_heads;
@@ -108,14 +108,7 @@ __device__ __forceinline__ void finish_keys(const Params& p, int slab, Tile& til
                             return key_row(p, batch, row0 + r, kv_head) * dim + first;
                           });
   }
-  if (!__syncthreads_or(!finite)) return;
-#pragma unroll 1
-  for (int key = row0 + threadIdx.x / 32; key < min(row0 + 64, p.kv_len); key += 4) {
-    if (!row_is_finite(p.dkey_data, key_row(p, batch, key, kv_head) * kHeadDim, kHeadDim) ||
-        !row_is_finite(p.dvalue_data, key_row(p, batch, key, kv_head) * kValueDim, kValueDim)) {
-      exact_dkdv(p, batch, kv_head, key);
-    }
-  }
+  return finite;
 }
 
 // With kRing: the tiles that the main kernel finished whose marks this CTA looks after.
@@ -137,46 +130,32 @@ __device__ __forceinline__ bool any_tile_marked(const Params& p, Range tiles) {
   return marked;
 }
 
-// With kStoresDq: dq is there. Computes those of its rows again that are marked, 64 together, and
-// not finite.
+// With kStoresDq: dq is there, and marks of 64 rows each. Is one of this CTA's set?
 template <class Params>
-__device__ __forceinline__ void finish_stored(const Params& p) {
+__device__ __forceinline__ bool finish_stored(const Params& p, Suspects& suspects) {
   const int rows = p.batch * p.query_len * p.query_heads, count = ceil_div(rows, 64);
   const int share = ceil_div(count, static_cast<int>(gridDim.x) - key_ctas(p));
   const int begin = min(count, static_cast<int>(blockIdx.x) * share);
-  const int end = min(count, begin + share);
-  const Range marks = own_marks(p);
-  bool marked = any_marked(p, marks);
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kFinishThreads) {
+  suspects = {-1, {begin, min(count, begin + share)}, own_groups(p)};
+  bool marked = any_marked(p, suspects.groups);
+  for (int i = begin + static_cast<int>(threadIdx.x); i < suspects.tiles.end; i += kFinishThreads) {
     marked = marked || p.dq_marks[i] != 0;
   }
-  if (!__syncthreads_or(marked)) return;
-  exact_marked(p, marks);
-#pragma unroll 1
-  for (int i = begin; i < end; ++i) {
-    if (p.dq_marks[i] == 0) continue;
-#pragma unroll 1
-    for (int row = 64 * i + threadIdx.x / 32; row < min(64 * i + 64, rows); row += 4) {
-      if (row_is_finite(p.dquery, static_cast<int64>(row) * kHeadDim, kHeadDim)) continue;
-      const int of = row / p.query_heads, batch = of / p.query_len;
-#pragma unroll 1
-      for (int column = 0; column < kHeadDim; column += 64) {
-        exact_dq(p, batch, row - of * p.query_heads, of - batch * p.query_len, column);
-      }
-    }
-  }
+  return marked;
 }
 
-template <class Params>
-__device__ __forceinline__ void finish(const Params& p) {
-  if (is_left_to_other(p)) return;
-  __shared__ FinishTile<ResultElement> tile;
+// Stores the CTA's results. Has one of its threads found something that is not finite, or a mark?
+template <class Params, class Tile>
+__device__ __forceinline__ bool store_results(const Params& p, Tile& tile, Suspects& suspects) {
   const int tiles = query_blocks(p) * (kQueries / 64);
   if constexpr (kSharesKeys) {
     const int slab = blockIdx.x - (gridDim.x - key_ctas(p));
-    if (slab >= 0) return finish_keys(p, slab, tile);
+    if (slab >= 0) {
+      suspects = {-1, {0, 0}, {4 * slab, 4 * slab + 4}};
+      return __syncthreads_or(!finish_keys(p, slab, tile));
+    }
   }
-  if constexpr (kStoresDq) return finish_stored(p);
+  if constexpr (kStoresDq) return __syncthreads_or(finish_stored(p, suspects));
   // The heads that the main kernel took last are still in L2 and come first.
   const int all = kRing ? p.batch * p.query_heads * tiles * kHeadBoxes : gridDim.x - key_ctas(p);
   const int index = all - 1 - blockIdx.x;
@@ -184,7 +163,6 @@ __device__ __forceinline__ void finish(const Params& p) {
   const int head_index = index / kHeadBoxes / tiles;
   const int row0 = (index / kHeadBoxes - head_index * tiles) * 64;
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
-  const int warp = threadIdx.x / 32;
 
   const SumTile sum = sum_tile(p, batch, head, row0, box);
   float4 values[8];
@@ -195,9 +173,8 @@ __device__ __forceinline__ void finish(const Params& p) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] = float4{0.f, 0.f, 0.f, 0.f};
   }
-  const Range marks = own_marks(p);
-  const Range finished = own_tiles(p, all);
-  bool finite = !any_marked(p, marks) && !any_tile_marked(p, finished);
+  suspects = {index, own_tiles(p, all), own_groups(p)};
+  bool finite = !any_marked(p, suspects.groups) && !any_tile_marked(p, suspects.tiles);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     finite = finite && is_finite((values[j].x * 0.f + values[j].y * 0.f) +
@@ -210,7 +187,7 @@ __device__ __forceinline__ void finish(const Params& p) {
     tile.set(row, 8 * j + column, values[j].x * scale, values[j].y * scale);
     tile.set(row + fragment::kRowStep, 8 * j + column, values[j].z * scale, values[j].w * scale);
   }
-  const bool repair = __syncthreads_or(!finite);
+  const bool repairs = __syncthreads_or(!finite);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
@@ -219,31 +196,17 @@ __device__ __forceinline__ void finish(const Params& p) {
       tile.store(r, c, static_cast<ResultElement::Bits*>(p.dquery) + at, box * 64 + c);
     }
   }
-  if (!repair) return;
-  __syncthreads();  // the rows are written
-#pragma unroll 1
-  for (int r = warp; r < 64 && row0 + r < p.query_len; r += 4) {
-    if (!row_is_finite(tile.elements, r * tile.kPitch, min(64, kHeadDim - box * 64))) {
-      exact_dq(p, batch, head, row0 + r, box * 64);
-    }
-  }
-  exact_marked(p, marks);
-  if constexpr (kRing) {
-#pragma unroll 1
-    for (int i = finished.begin; i < finished.end; ++i) {
-      if (p.dq_marks[i] == 0) continue;
-      const int of = i / kHeadBoxes / tiles, first = (i / kHeadBoxes - of * tiles) * 64;
-      const int column = i % kHeadBoxes * 64;
-      const int row = of / p.query_heads, its = of - row * p.query_heads;
-#pragma unroll 1
-      for (int r = first + warp; r < min(first + 64, p.query_len); r += 4) {
-        const int64 at = query_row(p, row, r, its) * kHeadDim + column;
-        if (!row_is_finite(p.dquery, at, min(64, kHeadDim - column))) {
-          exact_dq(p, row, its, r, column);
-        }
-      }
-    }
-  }
+  return repairs;
+}
+
+template <class Params>
+__device__ __forceinline__ void finish(const Params& p) {
+  if (is_left_to_other(p)) return;
+  __shared__ FinishTile<ResultElement> tile;
+  Suspects suspects;
+  if (!store_results(p, tile, suspects)) return;
+  __syncthreads();  // the results are written
+  exact_suspects(p, suspects);
 }
 
 }  // namespace backward

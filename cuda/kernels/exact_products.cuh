@@ -1,5 +1,5 @@
 // Products of 16 rows by one warp from global memory, for rows that are computed again
-// (forward_exact.cuh): of 16 rows of another array, and of such rows with
+// (forward_exact.cuh, backward_exact.cuh): of 16 rows of another array, and of such rows with
 // weights, of which those that are zero touch nothing.
 //
 // 16-bit elements are multiplied by mma.sync: a lane reads 16 bytes, and dims and columns are in

@@ -53,7 +53,6 @@ class Backward:
     shapes: Shapes
     tiling: Any
     main: str  # the entry point of the main kernel
-    beside: bool  # the other kernels are of a program beside it
     persistent: bool  # the main kernel has as many CTAs as run at once
     with_dlse: bool = False
     with_dbias: bool = False
@@ -102,7 +101,7 @@ class Backward:
     def masks(self) -> Masks:
         problem, tiling = self.problem, self.tiling
         blocks = tiling.block_q, tiling.block_kv
-        return masks(problem, self.shapes, *blocks, by_key=True, beside=self.beside)
+        return masks(problem, self.shapes, *blocks, by_key=True, beside=True)
 
     def fields(self) -> dict[str, Field]:
         """Returns the fields that families share, by name."""
@@ -295,7 +294,7 @@ class Backward:
     # Launches.
 
     def kernel(self, entry: str, grid: AnySize, threads: int, shared_bytes: int = 0) -> Kernel:
-        return Kernel(entry, grid, threads, shared_bytes, beside=self.beside)
+        return Kernel(entry, grid, threads, shared_bytes, beside=True)
 
     def _main(self, units: AnySize) -> Kernel:
         tiling, cluster = self.tiling, 1

@@ -30,6 +30,7 @@ class CommonSchedule:
             "kDirection": self.direction,
             "kPrepareUnroll": self.prepare_unroll,
             "kMaskResident": self.mask_resident,
+            "kFinishResident": self.finish_resident,
             "kSumBeginsAhead": self.sum_begins_ahead,
             "kSumHoldsBias": self.sum_holds_bias,
         }
@@ -87,6 +88,14 @@ class CommonSchedule:
         Left to itself it takes 32 registers there and spills 8 bytes.
         """
         return 4 if self.shapes.mask is not None and self.shapes.block_mask is not None else 0
+
+    @property
+    def finish_resident(self) -> int:
+        """CTAs of flash_backward_finish on a multiprocessor: of three each has 168 registers.
+
+        What computes rows again needs them, and more of float32 or many terms.
+        """
+        return 2 if is_wide(self.problem) else 3
 
     @property
     def sum_begins_ahead(self) -> bool:

@@ -233,10 +233,8 @@ SHARED = {
     "sm90_float32/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm90_float8/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
-    "sm80/backward.cuh": {
-        "backward::Shared": "kLaunchSharedBytes",
-        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
-    },
+    "sm80/backward.cuh": {"backward::Shared": "kLaunchSharedBytes"},
+    "sm80/backward_entries.cuh": {"backward::bias_sum::Shared": "kLaunchBiasSharedBytes"},
     "sm90/backward.cuh": {"backward::NarrowShared": "kLaunchSharedBytes"},
     "sm90/backward_wide.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
     "sm90_float32/backward.cuh": {"backward::WideShared": "kLaunchSharedBytes"},

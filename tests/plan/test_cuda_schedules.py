@@ -155,6 +155,7 @@ COMMON: Flags = {
     "kDirection": (-1, ["causal", "causal positions"], 1, ["128", "left"]),
     "kPrepareUnroll": (2, ["float32"], 4, ["128", "256"]),
     "kMaskResident": (4, ["mask blocks"], 0, ["mask", "blocks"]),
+    "kFinishResident": (2, ["float32"], 3, ["128", "256"]),
     "kSumBeginsAhead": (True, ["bias"], False, ["bias causal", "bias dropout"]),
     "kSumHoldsBias": (True, ["bias"], False, ["bias_of_keys", "bias dropout"]),
 }
@@ -198,7 +199,6 @@ BACKWARD_80: Flags = {
     "kKeepsRows": (True, ["64 L4"], False, ["64", "L4", "64 mask L4"]),
     "kStepsInPieces": (True, ["128", "float32 highest"], False, ["mask", "float32"]),
     "kSumsWholeTiles": (True, ["256"], False, ["512", "float32"]),
-    "kFinishResident": (6, ["256"], 4, ["512"]),
 }
 
 

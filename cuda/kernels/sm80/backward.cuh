@@ -35,15 +35,10 @@
 //   bool kStepsInPieces       a thread copies a step's rows by 16 bytes, where 8 divides the dim
 //   bool kListsBlocks         there may be gaps between the blocks of a walk
 //   bool kSumsWholeTiles      shared memory holds whole rows where a bias's gradient is summed
-//   int kFinishResident       CTAs of flash_backward_finish on a multiprocessor
 //   flags of all families, of which jax_flash/_gpu/backward_schedule.py has the meaning
 //   the terms: see terms.cuh
 #pragma once
 
-#include "backward_finish.cuh"
-#include "backward_prepare.cuh"
-#include "mask_plan.cuh"
-#include "sm80/backward_bias.cuh"
 #include "sm80/backward_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
@@ -61,28 +56,4 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
   const Walk walk(p, index);
   Rows rows{p, walk, shared};
   rows.run();
-}
-
-extern "C" __global__ void __launch_bounds__(mask::kThreads, kMaskResident)
-    mask_plan(const __grid_constant__ Sm80BackwardParams p) {
-  if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
-}
-
-// With kHalves in the place of the next one.
-extern "C" __global__ void __launch_bounds__(halves::kThreads)
-    split_float32(const __grid_constant__ Sm80BackwardParams p) {
-  if constexpr (kHalves)
-    backward::split_and_prepare<false>(p, kSecondHalf, halves::kWide, [](int) {});
-}
-
-// Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes
-// for rows of odd dims.
-extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads, 8)
-    flash_backward_prepare(const __grid_constant__ Sm80BackwardParams p) {
-  backward::prepare_alone(p);
-}
-
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, kFinishResident)
-    flash_backward_finish(const __grid_constant__ Sm80BackwardParams p) {
-  backward::finish(p);
 }

@@ -20,8 +20,7 @@ extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
   backward::prepare_alone(p);
 }
 
-// Six blocks on a multiprocessor: 80 registers, which the recomputation needs.
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, 6)
+extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, kFinishResident)
     flash_backward_finish(const __grid_constant__ BackwardParams p) {
   backward::finish(p);
 }

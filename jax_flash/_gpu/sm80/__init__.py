@@ -97,6 +97,7 @@ class Sm80(Family):
             arch=gpu.arch,
             target=f"jax_flash_cuda_{self.name}_{call.target}",
             source=tiling.source,
+            beside=tiling.beside,
             tiling=tiling,
             constants=constants,
             operands=operands_of(call, shapes),

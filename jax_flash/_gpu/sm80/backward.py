@@ -49,6 +49,7 @@ class BackwardTiling:
     dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
 
     source = "sm80/backward.cuh"
+    beside = "sm80/backward_entries.cuh"
     block_q = 64  # queries of a block, one or two steps
     turn_parts = 1
     sum_ctas = _BIAS_CTAS
@@ -164,9 +165,6 @@ class BackwardTiling:
                 and self.threads // 8 <= self.step_queries
             ),
             "kSumsWholeTiles": self.sums_whole_tiles,
-            # CTAs on a multiprocessor: 80 registers of six, which the recomputation needs; of wide
-            # rows 128.
-            "kFinishResident": 4 if max(self.head_dim, self.value_dim) > 256 else 6,
         }
 
 

@@ -29,7 +29,7 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
         with_dlse="dlse" in call.operands,
         with_dbias="dbias" in call.results,
     )
-    ahead = (split(2, beside=False),) if tiling.halves else ()
+    ahead = (split(2, beside=True),) if tiling.halves else ()
     return Launch(
         _backward_params(pass_),
         pass_.steps(ahead),
@@ -68,4 +68,4 @@ def _backward_params(pass_: Backward) -> Struct:
 
 def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
     main = "flash_backward_sm80"
-    return Backward(problem, shapes, tiling, main, beside=False, persistent=False, **with_)
+    return Backward(problem, shapes, tiling, main, persistent=False, **with_)

@@ -37,6 +37,7 @@ class ForwardTiling:
     page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
 
     source = "sm80/forward.cuh"
+    beside = ""  # all kernels are of one program
 
     @property
     def threads(self) -> int:

@@ -84,9 +84,7 @@ def backward_params(problem: Problem, shapes: Shapes, tiling: BackwardTiling) ->
 
 
 def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
-    return Backward(
-        problem, shapes, tiling, "flash_backward", beside=True, persistent=True, **with_
-    )
+    return Backward(problem, shapes, tiling, "flash_backward", persistent=True, **with_)
 
 
 def _shares(problem: Problem, tiling: BackwardTiling) -> bool:
