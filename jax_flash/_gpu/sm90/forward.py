@@ -217,13 +217,13 @@ class _Forward:
     def is_narrow(self) -> bool:
         """Of 32 columns two teams have registers for a bias and a mask of keys alone.
 
-        H100: T 256 24 %, T 512 34 %. Masks of queries spill up to 150 bytes.
+        H100: T 256 24 %, T 512 34 %, T 1024 33 %. Masks of queries spill up to 150 bytes.
         """
         mask = self.shapes.mask
         lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
         of_keys = mask is not None and is_one(mask.queries) and not is_one(mask.keys)
         both = self.has("bias") and of_keys and self.widest <= 32
-        return both and self.is_masked_by_plane and max(lengths) <= 512
+        return both and self.is_masked_by_plane and max(lengths) <= 1024
 
     @property
     def is_masked_by_plane(self) -> bool:
