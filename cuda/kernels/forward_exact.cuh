@@ -75,8 +75,9 @@ struct ExactRows {
   }
   // Takes 16 keys, from `first` on. Returns whether a row has met a value that is not finite.
   __device__ __forceinline__ bool step(int first) {
-    const int64 queries[2] = {query_row(p, batch, own[0].query, own[0].head) * kHeadDim,
-                              query_row(p, batch, own[1].query, own[1].head) * kHeadDim};
+    const int of = query_batch(p, batch);
+    const int64 queries[2] = {query_row(p, of, own[0].query, own[0].head) * kHeadDim,
+                              query_row(p, of, own[1].query, own[1].head) * kHeadDim};
     const auto key_of = [&](int i) { return min(first + i, keys.end - 1); };
     const auto next_of = [&](int i) { return key_of(i + exact::kRows); };
     const KeyRows<kHeadDim> key_rows(p, own[0].first_key);

@@ -65,10 +65,16 @@ struct KeyRowsOf<kDim, true> {
 };
 template <int kDim>
 using KeyRows = typename KeyRowsOf<kDim, kFromPages>::Type;
-// The number of a query's row in [B, N, T], as lse has them; in [T, N] with kFromPages.
+// The batch row whose queries one has: with kInCommon those of a request are each part's.
+template <class Params>
+__device__ __forceinline__ int query_batch(const Params& p, int batch) {
+  if constexpr (kInCommon) return batch / p.parts_in_common;
+  return batch;
+}
+// The number of a query's row in [B, N, T], as lse has them; in [B, T, N] with kFromPages.
 template <class Params>
 __device__ __forceinline__ int64 lse_row(const Params& p, int batch, int query, int head) {
-  if constexpr (kFromPages) return static_cast<int64>(query) * p.query_heads + head;
+  if constexpr (kFromPages) return query_row(p, batch, query, head);
   return (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
 }
 // The key/value head that a query head reads.

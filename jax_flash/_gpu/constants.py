@@ -68,6 +68,8 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kScoreIsLevel": lines is not None and lines.are_level,
         "kHasScoreIds": "score_ids" in problem.terms,
         "kFromPages": False,  # sm90/pages.py
+        "kInCommon": False,
+        "kTails": False,
         "kPageSize": 1,
     }
 

@@ -14,7 +14,7 @@ from jax_flash._gpu.family import Family
 from jax_flash._gpu.fields import Field, Scratch, name_of
 from jax_flash._gpu.plan import Buffer, Plan
 from jax_flash._gpu.shared_fields import MAX_INT
-from jax_flash._gpu.sizes import AnySize, Size, T, at_most, ceil_div, equal
+from jax_flash._gpu.sizes import AnySize, B, Size, T, at_most, ceil_div, equal
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, known
 from jax_flash._problem import Shapes
@@ -72,9 +72,13 @@ def units_of_head(packed: int, rows: int) -> AnySize:
     return ceil_div(T * packed, rows) + REQUESTS
 
 
-def names() -> dict[str, AnySize]:
-    """Returns the sizes of a launch that mean another thing than in dense calls."""
-    return {"B": 1, "S": COLUMNS * PAGE, "sinks.B": 1}
+def names(in_common: bool = False) -> dict[str, AnySize]:
+    """Returns the sizes of a launch that mean another thing than in dense calls.
+
+    in_common: batch rows are parts of positions, as many of each request.
+    """
+    rows: dict[str, AnySize] = {} if in_common else {"B": 1, "sinks.B": 1}
+    return {**rows, "S": COLUMNS * PAGE}
 
 
 def checks(packed: int, page_size: int) -> tuple[tuple[AnySize, str], ...]:
@@ -85,18 +89,30 @@ def checks(packed: int, page_size: int) -> tuple[tuple[AnySize, str], ...]:
     )
 
 
-def fields(units: AnySize | None) -> tuple[Field, ...]:
-    """Returns what says where requests have their tokens and keys; None: there are none."""
-    plan = None if units is None else Scratch("s32", (units, 4))
+def fields(
+    units: AnySize | None, in_common: bool = False, tails: bool = False
+) -> tuple[Field, ...]:
+    """Returns what says where requests have their tokens and keys; None: there are none.
+
+    in_common: their keys are in parts, each of which all of a request's tokens see.
+    tails: and each token sees keys of its own.
+    """
+    plan = None if units is None or in_common else Scratch("s32", (units, 4))
+    first, count = (None, None) if in_common else ("first", "count")
+    table, columns = ("own_table", Size("own_columns")) if tails else ("page_table", COLUMNS)
     made = (
-        Field("const int*", "page_table", "page_table", "[requests or fewer, columns]"),
+        Field("const int*", "page_table", table, "[requests or fewer, columns]"),
         Field("const int*", "request_lengths", "lengths", "[requests] positions; see RequestUnit"),
-        Field("const int*", "request_firsts", "first", "[requests] first tokens"),
-        Field("const int*", "request_counts", "count", "[requests] tokens"),
+        Field("const int*", "request_firsts", first, "[requests] first tokens"),
+        Field("const int*", "request_counts", count, "[requests] tokens"),
         Field("int*", "request_plan", plan, "a RequestUnit for each unit, by request_units"),
         Field("int", "requests", REQUESTS),
         Field("int", "pages", P),
-        Field("int", "table_columns", COLUMNS),
+        Field("int", "table_columns", columns),
+        Field("int", "parts_in_common", B // REQUESTS if in_common else None, "kInCommon"),
+        Field("const int*", "common_table", "page_table" if tails else None, "kTails"),
+        Field("int", "common_columns", COLUMNS if tails else None, "likewise"),
+        Field("const int*", "tails", "tails" if tails else None, "[requests, T] Tail, likewise"),
     )
     if units is not None:
         return made
@@ -106,38 +122,47 @@ def fields(units: AnySize | None) -> tuple[Field, ...]:
 def buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
     """Returns an operand or result, by name."""
     key, value = str(shapes.head_dim), str(shapes.value_dim)
+    in_common = call.target == "common"
     dims: dict[str, tuple[str, ...]] = {
-        "q": ("T", "N", key),
+        "q": (*("requests",) * in_common, "T", "N", key),
         "k": ("P", "page", "K", key),
         "v": ("P", "page", "K", value),
         **dict.fromkeys(("lengths", "first", "count"), ("requests",)),
         "page_table": ("rows", "columns"),
+        "own_table": ("own_rows", "own_columns"),
+        "tails": ("requests", "T", "4"),
         "sinks": ("N",),
-        "out": ("T", "N", value),
-        "lse": ("T", "N"),
+        "out": (*("B",) * in_common, "T", "N", value),
+        "lse": (*("B",) * in_common, "T", "N"),
     }
-    dtypes: dict[str, Any] = dict.fromkeys(("lengths", "first", "count", "page_table"), "int32")
+    integers = ("lengths", "first", "count", "page_table", "own_table", "tails")
+    dtypes: dict[str, Any] = dict.fromkeys(integers, "int32")
     dtypes |= dict.fromkeys(("sinks", "lse"), "float32")
     return Buffer(name, (name_of(dtypes.get(name, call.problem.dtype)),), dims[name])
 
 
-def plan(family: Family, call: Call, shapes: Shapes, gpu: GpuSpec, **made: Any) -> Plan:
-    """Makes a family's plan of a call; `made`: of `Plan`, what its kernels say."""
+def plan(
+    family: Family, call: Call, shapes: Shapes, gpu: GpuSpec, *, batch: Any = 1, **made: Any
+) -> Plan:
+    """Makes a family's plan of a call; `made`: of `Plan`, what its kernels say.
+
+    batch: rows of the dense call whose kernel runs.
+    """
     return Plan(
         family=family.name,
         arch=gpu.arch,
         operands=tuple(buffer(call, shapes, name) for name in call.operands),
         results=tuple(buffer(call, shapes, name) for name in call.results),
         same=(),
-        dims=dims_of(dataclasses.replace(shapes, batch=1)) | {"requests": shapes.batch},
+        dims=dims_of(dataclasses.replace(shapes, batch=batch)) | {"requests": shapes.batch},
         **made,
     )
 
 
-def dense_call(call: Call, shapes: Shapes) -> tuple[Call, Shapes]:
+def dense_call(call: Call, shapes: Shapes, batch: Any = 1) -> tuple[Call, Shapes]:
     """Returns the dense call whose kernel runs, and its sizes: shapes.batch counts requests.
 
     A unit's request says where its queries stand among keys.
     """
     problem = dataclasses.replace(call.problem, bottom_right=False)
-    return dataclasses.replace(call, problem=problem), dataclasses.replace(shapes, batch=1)
+    return dataclasses.replace(call, problem=problem), dataclasses.replace(shapes, batch=batch)

@@ -1,12 +1,17 @@
 """flash_common, attention of all tokens to pages that they have in common, whole.
 
-    q, k, [v], lengths, page_table, [scales] -> out, lse
+    q, k, [v], lengths, page_table, [own_table, tails], [scales] -> out, lse
 
 Each token of q `[*B, T, N, H]` sees all of the first `lengths` positions of the pages that
 page_table `[*B, M]` names: it is one dense problem of T * N // K query rows for each kv head, which
 reads keys and values once. Kernels over pages compute it, of the parts that `parts_of` cuts the
 positions into. Elsewhere the tokens are more heads of one row of a flash_decode. It has no
 derivative. k, v and scales are those of flash_prefill; length 0 gives out 0 and lse −inf.
+
+With tails int32 `[*B, T, 4]` a token sees positions of its own besides: from tails[1] up to
+tails[2], where pages begin, in the pages of row tails[0] of own_table `[*B, Q, M]`. tails[3] is
+SEES_COMMON where it sees the pages in common, plus NEEDED; what is not needed may come out as
+anything.
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ from jax.interpreters import ad
 from jax_flash._call import Call, dims
 from jax_flash._merge import combine
 from jax_flash._ops import primitive
-from jax_flash._ops.decode import SCALES, no_derivative
+from jax_flash._ops.decode import SCALES, in_one_pool, no_derivative
 from jax_flash._ops.prefill import Kernel, Prefill, bind
-from jax_flash._problem import Shapes
+from jax_flash._problem import Problem, Shapes
 
+SEES_COMMON, NEEDED = 1, 2  # of tails
 _UNIT_ROWS = 128  # of queries, that a multiprocessor computes together
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEWEST_KEYS = 256  # of a part
@@ -36,7 +42,16 @@ _KEYS_OF_MERGE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Common(Prefill):
-    """One flash_common, operands aside: what Prefill says, of tokens that see all positions."""
+    """One flash_common, operands aside: what Prefill says, of tokens that see all positions.
+
+    Attributes:
+      count: parts that positions are cut into: results are those of each part of the first member,
+        then of the next. 1 of the primitive.
+      tails: tokens see positions of their own besides.
+    """
+
+    count: int = 1
+    tails: bool = False
 
     target = "common"
 
@@ -44,30 +59,59 @@ class Common(Prefill):
     def operands(self) -> tuple[str, ...]:
         v = ("v",) if self.value_dim is None else ()
         scales = SCALES[: 1 + len(v)] if self.quantized else ()
-        return ("q", "k", *v, "lengths", "page_table", *scales)
+        tails = ("own_table", "tails") if self.tails else ()
+        return ("q", "k", *v, "lengths", "page_table", *tails, *scales)
 
     @property
     def own(self) -> tuple[str, ...]:
-        return ("lengths", "page_table")
+        return ("lengths", "page_table", *(("own_table", "tails") if self.tails else ()))
 
     def dims(self, name: str) -> str:
+        if name in ("own_table", "tails"):
+            return {"own_table": "QO", "tails": "TI"}[name]
         return dims(name) if name in self.own else super().dims(name)
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
         sizes = super().shapes({**operands, "lengths": operands["page_table"]})
         return dataclasses.replace(sizes, batch=math.prod(operands["q"].shape[:-3]))
 
+    def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        shapes = super().result_shapes(operands)
+        if self.count == 1:
+            return shapes
+        return [(self.count * batch, *rest) for batch, *rest in shapes]
+
     # ---- lowering --------------------------------------------------------------------------------
 
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self._as_row(lambda call, *x: call.blockwise(*x), *operands)
+        return self._apart(lambda call, *x: call.blockwise(*x), *operands)
 
     def instead(self, shapes: Shapes) -> tuple[Call, Shapes]:
         heads = shapes.q_len * shapes.q_heads
         return self._decode, dataclasses.replace(shapes, q_len=1, q_heads=heads)
 
     def run_instead(self, kernel: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self._as_row(lambda call, *x: call.run_kernel(kernel, *x), *operands)
+        return self._apart(lambda call, *x: call.run_kernel(kernel, *x), *operands)
+
+    def _apart(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes the results by flash_decode: pages in common as one row, each tail as a row."""
+        if not self.tails:
+            return self._as_row(run, *operands)
+        named, call = self.name_operands(operands), self._decode
+        whole = dataclasses.replace(self, tails=False)
+        out, lse = whole._as_row(run, *(named[name] for name in whole.operands))
+        request, first, end, flags = jnp.moveaxis(named["tails"], -1, 0)
+        table = jnp.take_along_axis(named["own_table"], request[..., None], axis=-2)
+        column = jnp.arange(table.shape[-1]) + first[..., None] // named["k"].shape[-3]
+        rows = named | {
+            "q": named["q"][..., None, :, :],
+            "lengths": jnp.maximum(end - first, 0),
+            "page_table": jnp.take_along_axis(table, column, -1, mode="fill", fill_value=-1),
+        }
+        own, own_lse = run(call, *(rows[name] for name in call.operands))
+        lse = jnp.where((flags & SEES_COMMON != 0)[..., None], lse, -jnp.inf)
+        both, lse = combine((out, lse), (own[..., 0, :, :], own_lse[..., 0]))
+        return both.astype(self.problem.dtype), lse
 
     def _as_row(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results by `run(call, *operands)` of a flash_decode of one row."""
@@ -88,44 +132,50 @@ class Common(Prefill):
 
     def run_kernel(self, kernel: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         named = self.name_operands(operands)
-        *lead, tokens, q_heads, head_dim = named["q"].shape
-        count = parts_of(self.shapes(named))
-        size = named["k"].shape[-3]
-        columns = -(-named["page_table"].shape[-1] // count)
-        part = jnp.arange(count, dtype=jnp.int32)
-        # Equal parts of the pages that there are, not of those that the table has place for.
-        length = named["lengths"][..., None]
-        each = -(-length // (count * size))
-        first = part * each
-        column = first[..., None] + jnp.arange(columns, dtype=jnp.int32)
-        flat = column.reshape(*lead, count * columns)
-        table = jnp.take_along_axis(named["page_table"], flat, -1, mode="fill", fill_value=-1)
-        q = named["q"][..., None, :, :, :]
-        q = jnp.broadcast_to(q, (*lead, count, tokens, q_heads, head_dim))
-        call = Prefill(
-            self.problem, self.backend, value_dim=self.value_dim, quantized=self.quantized
-        )
-        of_parts = named | {
-            "q": q.reshape(*lead, count * tokens, q_heads, head_dim),
-            "lengths": jnp.clip(length - first * size, 0, each * size),
-            "first": jnp.broadcast_to(tokens * part, (*lead, count)),
-            "count": jnp.full((*lead, count), tokens, jnp.int32),
-            "page_table": table.reshape(*lead, count, columns),
-        }
-        out, lse = call.run_kernel(kernel, *(of_parts[name] for name in call.operands))
-        out = out.reshape(*lead, count, tokens, q_heads, -1)
-        lse = lse.reshape(*lead, count, tokens, q_heads)
-        out, lse = combine(*((out[..., i, :, :, :], lse[..., i, :, :]) for i in range(count)))
-        return out.astype(self.problem.dtype), lse
+        shapes = self.result_shapes(named)
+        lead, sizes = named["q"].shape[:-3], self.shapes(named)
+        # Lengths of tails are not known: as if each were a block.
+        group = sizes.q_heads // sizes.kv_heads
+        count = parts_of(sizes, _UNIT_ROWS // group * _UNIT_ROWS if self.tails else 0)
+        *pools, pages = named["k"].shape[:-3]
+        for name in ("k", "v"):
+            named[name] = named[name].reshape(-1, *named[name].shape[-3:])
+        named["q"] = named["q"].reshape(math.prod(lead), *named["q"].shape[-3:])
+        named["lengths"] = named["lengths"].reshape(-1)
+        table = named["page_table"].reshape(-1, named["page_table"].shape[-1])
+        named["page_table"] = in_one_pool(table, lead, pools, pages)
+        if self.tails:
+            rows, columns = named["own_table"].shape[-2:]
+            table = named["own_table"].reshape(-1, columns)
+            named["own_table"] = in_one_pool(table, (*lead, rows), pools, pages)
+            tails = named["tails"].reshape(-1, *named["tails"].shape[-2:])
+            begin = rows * jnp.arange(len(tails), dtype=jnp.int32)[:, None]
+            named["tails"] = tails.at[..., 0].add(begin)
+        call = dataclasses.replace(self, count=count)
+        results = kernel(call, *(named[name] for name in call.operands))
+        out, lse = (x.reshape(math.prod(lead), count, *x.shape[1:]) for x in results)
+        out, lse = combine(*((out[:, i], lse[:, i]) for i in range(count)))
+        return out.astype(self.problem.dtype).reshape(shapes[0]), lse.reshape(shapes[1])
 
 
-def parts_of(shapes: Shapes) -> int:
+def tails_fit(problem: Problem, q_heads: int, k: Any, v: Any) -> bool:
+    """Whether kernels of both parts at once have registers, and a lane for each token of a unit.
+
+    Head dims of 64 or less and above 128, and a softcap, spill 8 bytes and more. Units of 128 rows
+    have 32 tokens at most where four heads share one.
+    """
+    dims = (k.shape[-1], v.shape[-1])
+    narrow = min(dims) > 64 and max(dims) <= 128
+    return narrow and problem.softcap is None and q_heads // k.shape[-2] % 4 == 0
+
+
+def parts_of(shapes: Shapes, more: int = 0) -> int:
     """Chooses how many parts positions are cut into, each of which all tokens attend to.
 
     So many that units fill whole rounds of the multiprocessors: rounds in keys, and a merge that
-    takes as long as so many.
+    takes as long as so many. `more`: keys of a unit besides.
     """
-    keys, units = shapes.kv_len, units_of(shapes)
+    keys, units = shapes.kv_len + more, units_of(shapes)
     merge = _KEYS_OF_MERGE * shapes.q_len * shapes.q_heads / (64 * _UNIT_ROWS)
 
     def cost(count: int) -> float:

@@ -39,6 +39,27 @@ def attend(call: Ragged, operands: dict[str, jax.Array]) -> dict[str, jax.Array]
     return _attend(call, vary_over(operands, operands))
 
 
+def append(
+    call: Ragged, named: dict[str, jax.Array], requests: Requests, refused: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the caches with the new keys and values of requests that are not refused."""
+    caches = {name: named[name] for name in ("k", "v") if name in named}
+    if not call.appends:
+        return caches
+    writes = requests.owned & ~refused[requests.request]
+    places = jnp.where(writes, requests.position, -1)
+    for name, cache in caches.items():
+        new = named[f"new_{name}"]
+        if name == "k" and call.rotary_base is not None:
+            new = rotate(new, requests.position, call.rotary_base)
+        if call.latent_rows:
+            new = _latent_rows.pack_latent(new)
+        scale = named.get("key_scale" if name == "k" else "value_scale")
+        table = named["page_table"]
+        caches[name] = _cache.write(cache, new, places, table, requests.request, scale)
+    return caches
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     q, table = named["q"], named["page_table"]
@@ -59,19 +80,7 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
         named = named | {"indices": chosen[:, None]}
     if call.rotary_base is not None:
         q = rotate(q, requests.position, call.rotary_base)
-    caches = {name: named[name] for name in ("k", "v") if name in named}
-    if call.appends:
-        writes = requests.owned & ~refused[requests.request]
-        places = jnp.where(writes, requests.position, -1)
-        for name, cache in caches.items():
-            new = named[f"new_{name}"]
-            if name == "k" and call.rotary_base is not None:
-                new = rotate(new, requests.position, call.rotary_base)
-            if call.latent_rows:
-                new = _latent_rows.pack_latent(new)
-            scale = named.get("key_scale" if name == "k" else "value_scale")
-            caches[name] = _cache.write(cache, new, places, table, requests.request, scale)
-
+    caches = append(call, named, requests, refused)
     inner = dataclasses.replace(call, rotary_base=None, appends=False)
     shared = (*SCALES, *call.problem.terms)
     terms = {name: named[name] for name in shared if name in named}

@@ -2,7 +2,8 @@
 
 Attention of a request that has them is the merge of two parts: the tokens of all requests attend to
 the shared pages, by one flash_common; and each request attends to the rest of its own pages, as if
-it began behind the shared ones. Which requests have them the table says, on the device.
+it began behind the shared ones. Which requests have them the table says, on the device. Where each
+token is a row, the same flash_common may compute both.
 
 Juravsky et al., Hydragen (arXiv:2402.05099); Ye et al., Cascade Inference (2024).
 """
@@ -16,15 +17,15 @@ import jax.numpy as jnp
 
 from jax_flash._merge import combine
 from jax_flash._ops import ragged
-from jax_flash._ops.common import Common, common
+from jax_flash._ops.common import NEEDED, SEES_COMMON, Common, common, tails_fit
 from jax_flash._ops.ragged import Ragged
-from jax_flash._ops.requests import Requests, choose
+from jax_flash._ops.requests import Requests, choose, piece_size
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
-# Shared positions up to which each request reads them: two parts and their merge take longer. An
-# H200, 128 requests of 64/8 heads: 512 are 0.97 times as fast together, 1024 1.34, 4096 3.03.
-MOST_APART = 512
+# Shared positions up to which each request reads them: together takes longer. An H100, 128 requests
+# of 128 positions behind them, 64/8 heads, at once: 256 are 0.90 times as fast, 512 1.24, 4096 5.5.
+MOST_APART = 511
 
 _Attend = Callable[[Ragged, dict[str, jax.Array]], dict[str, jax.Array]]
 
@@ -59,6 +60,8 @@ def _attend(
     count = _leading((shared >= 0) & (shared < pages))
     behind = (requests.lengths - requests.count) // page_size >= count
     member = (_leading(table[:, : shared.size] == shared) >= count) & behind & (requests.count > 0)
+    if attend_rest is ragged.attend and _is_one_kernel(call, named):
+        return _at_once(call, named | {"shared": shared}, requests, count, member)
 
     cut = jnp.where(member, count, 0)
     column = jnp.arange(table.shape[1], dtype=jnp.int32) + cut[:, None]
@@ -66,15 +69,62 @@ def _attend(
     rest_lengths = named["lengths"] - cut * page_size
     rest = attend_rest(call, named | {"lengths": rest_lengths, "page_table": rest_table})
 
-    length = jnp.where(member.any(), count * page_size, 0)
-    caches = [name for name in ("k", "v") if name in named]
+    caches = {name: rest[name] for name in ("k", "v") if name in named}
+    out, lse = _of_all(call, named | caches, shared, count * page_size)
     sees = member[requests.request] & requests.owned
-    q = choose(sees, named["q"], 0)  # rows of NaN are computed again
-    whole = named | {"q": q} | {name: rest[name] for name in caches}
-    out, lse = _of_all(call, whole, shared, length)
     lse = jnp.where(sees[:, None], lse, -jnp.inf)
     out, lse = combine((rest["out"], rest["lse"]), (out, lse))
     return rest | {"out": out.astype(call.problem.dtype), "lse": lse}
+
+
+def _is_one_kernel(call: Ragged, named: dict[str, jax.Array]) -> bool:
+    """Whether one flash_common may compute both parts: tokens are rows of 16 bits."""
+    plain = call.value_dim is None and call.quantized is None and "indices" not in named
+    tokens, q_heads = named["q"].shape[:2]
+    rows = piece_size(tokens, named["page_table"].shape[0]) == 1
+    return plain and rows and tails_fit(call.problem, q_heads, named["k"], named["v"])
+
+
+def _at_once(
+    call: Ragged,
+    named: dict[str, jax.Array],
+    requests: Requests,
+    count: jax.Array,
+    member: jax.Array,
+) -> dict[str, jax.Array]:
+    """Computes both parts by one flash_common, of which tokens see the rest by themselves."""
+    table = named["page_table"]
+    pages, page_size = named["k"].shape[:2]
+    refused = requests.refused(table, pages, page_size, None)
+    caches = ragged.append(call, named, requests, refused)
+    length, wrong = count * page_size, refused[requests.request]
+    needed = requests.owned & ~wrong
+    sees = member[requests.request]
+    first = jnp.where(needed & ~sees, 0, length)
+    end = jnp.where(needed, requests.position + 1, length)
+    flags = jnp.where(needed, sees | NEEDED, SEES_COMMON)
+    whole = dataclasses.replace(call.problem, terms=(), window=(None, None))
+    found = common(
+        Common(whole, call.backend, tails=True),
+        {
+            "q": named["q"],
+            **caches,
+            "lengths": length,
+            "page_table": named["shared"],
+            "own_table": table,
+            "tails": jnp.stack([requests.request, first, end, flags], axis=-1),
+        },
+    )
+    parts = [found]
+    if "sinks" in named:  # a sink counts once
+        out, lse = found
+        parts.append((jnp.zeros_like(out), jnp.broadcast_to(named["sinks"], lse.shape)))
+    out, lse = combine(*parts) if len(parts) > 1 else found
+    out, lse = (
+        choose(requests.owned, choose(wrong, jnp.nan, x), nothing)
+        for x, nothing in ((out, 0.0), (lse, -jnp.inf))
+    )
+    return {"out": out.astype(call.problem.dtype), "lse": lse, **caches}
 
 
 def _leading(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import pytest
 from jax_flash import _gpu
 from jax_flash._gpu.sm80.pages import Pages80
 from jax_flash._gpu.spec import GPUS
+from jax_flash._ops.common import Common
 from jax_flash._ops.prefill import Prefill
 from jax_flash._problem import Shapes
 
@@ -72,22 +73,26 @@ def test_mma_sync_over_pages_compiles_without_spills(gpu, dim, page, features):
     check(plan, seconds=8, gpu=GPUS[gpu])
 
 
-# The same, of parts of pages that all tokens see whole.
-IN_COMMON = [(128, 64, "softcap")]
+# The same, of parts of pages that all tokens see whole, and of tails besides.
+IN_COMMON = [(128, 64, "softcap", 2), (128, 64, "", 8)]
 OTHERS_IN_COMMON = [
-    (dim, page, features)
+    (dim, page, features, heads)
     for dim in (64, 96, 128, 192, 256)
     for page, features in ((16, ""), (64, "float16"), (64, ""), (16, "softcap"))
+    for heads in (2, 4, 8)
+    if heads == 2 or (dim in (96, 128) and "softcap" not in features)  # which have tails
 ]
 
 
 @pytest.mark.parametrize(
-    ("dim", "page", "features"), IN_COMMON + OTHERS_IN_COMMON if EVERYTHING else IN_COMMON, ids=str
+    ("dim", "page", "features", "packed"),
+    IN_COMMON + OTHERS_IN_COMMON if EVERYTHING else IN_COMMON,
+    ids=str,
 )
-def test_pages_in_common_compile_without_spills(dim, page, features):
+def test_pages_in_common_compile_without_spills(dim, page, features, packed):
     problem = dataclasses.replace(PLAIN, bottom_right=True)
     for feature in features.split():
         problem = dataclasses.replace(problem, **FEATURES[feature])
-    shapes = Shapes(2, 256, 2048, 64, 8, dim, dim, page_size=page)
-    plan = _gpu.plan(Prefill(problem, None), shapes, H200)
+    shapes = Shapes(1, 128, 4096, 8 * packed, 8, dim, dim, page_size=page)
+    plan = _gpu.plan(Common(problem, None, count=2, tails=packed > 2), shapes, H200)
     check(plan, seconds=20, gpu=H200)

@@ -119,7 +119,7 @@ class InCommon:
     def run(self, backend: str) -> jax_flash.Attended:
         made = []
 
-        def parts_of(shapes: Any) -> int:
+        def parts_of(shapes: Any, *_: int) -> int:
             made.append(shapes)
             return self.parts
 
@@ -139,14 +139,37 @@ class InCommon:
 )
 def test_pages_in_common(N, K, H, page, parts, emulator: Emulator):
     """Decoding, and a request of more tokens; a part of no page; what no token may see is NaN."""
-    rng = np.random.default_rng(N)
-    leading, columns, tokens = 4, 6, 21
+    leading, tokens = 4, 21
     counts = np.array([1, 1, 5, 1, 1, 1, 4])  # the fourth begins otherwise, the fifth lacks a page
-    lengths = leading * page + counts + np.array([0, 3, page, 9, 5, 2 * page - 9, 1])
+    tails = np.array([0, 3, page, 9, 5, 2 * page - 9, 1])
+    drawn = (leading, tokens, counts, tails, 6)
+    check_in_common(N, K, H, page, parts, *drawn, {"softcap": 8.0}, emulator)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "H", "page", "parts", "leading"),
+    [(16, 2, 128, 64, 3, 5), (8, 2, 96, 16, 2, 4), (8, 1, 128, 128, 1, 1)],
+)
+def test_tails_beside_pages_in_common(N, K, H, page, parts, leading, emulator: Emulator):
+    """Tokens are rows: of a tail over several blocks, of none, of one that two parts have."""
+    rng = np.random.default_rng(page)
+    counts = np.ones(19, int)
+    counts[[7, 9, 11, 12, 13]] = 3, 0, 0, 0, 0  # two tokens are of no request
+    tails = rng.integers(0, 300, 19) * (rng.random(19) < 0.8)
+    columns = leading + -(-(tails.max() + 3) // page)
+    check_in_common(N, K, H, page, parts, leading, 19, counts, tails, columns, {}, emulator)
+
+
+def check_in_common(
+    N, K, H, page, parts, leading, tokens, counts, tails, columns, options, emulator
+):
+    """The fourth request begins otherwise, the fifth lacks a page; what nobody may see is NaN."""
+    rng = np.random.default_rng(N)
+    lengths = leading * page + counts + tails
     shape = (len(counts) * columns + 1, page, K, H)
     table = rng.permutation(shape[0])[:-1].reshape(-1, columns)
     table[:, :leading] = np.where(
-        np.arange(7)[:, None] == 3, table[:, :leading], table[0, :leading]
+        np.arange(len(counts))[:, None] == 3, table[:, :leading], table[0, :leading]
     )
     keys, values = (np.full(shape, np.nan, np.float32) for _ in range(2))
     for b, length in enumerate(lengths):
@@ -156,7 +179,7 @@ def test_pages_in_common(N, K, H, page, parts, emulator: Emulator):
             x[places] = np.where(np.isnan(x[places]), drawn, x[places])
     query = np.full((tokens, N, H), np.nan, np.float32)
     query[: counts.sum()] = rng.standard_normal((counts.sum(), N, H))
-    table[4, -1 if lengths[4] > (columns - 1) * page else leading] = 10**6
+    table[4, (lengths[4] - 1) // page] = 10**6
     arrays = {
         "query": query,
         "key_pages": keys,
@@ -169,7 +192,6 @@ def test_pages_in_common(N, K, H, page, parts, emulator: Emulator):
     }
     for name in ("query", "key_pages", "value_pages"):
         arrays[name] = arrays[name].astype(DTYPES["bfloat16"])
-    options = {"softcap": 8.0}
     expected = run(arrays, backend="xla", **options)
     given = arrays | {"shared_pages": np.append(table[0, :leading], [-1, 0])}
     got: Any = emulator.run(InCommon(given, options, parts), seed=N)  # type: ignore[arg-type]

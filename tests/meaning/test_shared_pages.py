@@ -24,27 +24,30 @@ COUNTS, LENGTHS = (1, 3, 5, 1, 4), (9, 20, 12, 11, 8)
 SHARED = jnp.array([7, 3, -1, 9])
 
 
-def draw(dtype="float32", N=4, K=2, H=16, latent=False, new=True, seed=0) -> dict:
+def draw(
+    dtype="float32", N=4, K=2, H=16, latent=False, new=True, seed=0, counts=COUNTS, tokens=TOKENS
+) -> dict:
     """What no token may see is NaN, in pages and among the tokens."""
     rng = np.random.default_rng(seed)
     table = rng.permutation(np.delete(np.arange(40), [3, 7]))[: 6 * COLUMNS].reshape(6, COLUMNS)
     table[[0, 1, 3, 4], 0], table[[0, 1, 3, 4], 1] = 7, 3
-    starts = np.concatenate([[2], 2 + np.cumsum(COUNTS), [-5]])  # two tokens of none ahead
+    ahead = 2 if tokens > len(table) else 1  # tokens of none
+    starts = np.concatenate([[ahead], ahead + np.cumsum(counts), [-5]])
     pages = np.full((2, 40, PAGE, K, H), np.nan)
     for b, length in enumerate(LENGTHS):
-        for p in range(length - (COUNTS[b] if new else 0)):
+        for p in range(length - (counts[b] if new else 0)):
             page = (slice(None), table[b, p // PAGE], p % PAGE)
             if np.isnan(pages[page]).all():
                 pages[page] = rng.standard_normal((2, K, H))
         table[b, -(-length // PAGE) :] = -1
-    tokens = np.full((3, TOKENS, N, H), np.nan)
-    tokens[:, 2 : starts[5]] = rng.standard_normal((3, starts[5] - 2, N, H))
+    drawn = np.full((3, tokens, N, H), np.nan)
+    drawn[:, ahead : starts[5]] = rng.standard_normal((3, starts[5] - ahead, N, H))
     arrays = {
-        "query": tokens[0],
+        "query": drawn[0],
         "key_pages": pages[0],
         "value_pages": None if latent else pages[1],
-        "new_key": tokens[1, :, :K] if new else None,
-        "new_value": tokens[2, :, :K] if new and not latent else None,
+        "new_key": drawn[1, :, :K] if new else None,
+        "new_value": drawn[2, :, :K] if new and not latent else None,
     }
     arrays = {name: None if x is None else jnp.asarray(x, dtype) for name, x in arrays.items()}
     sizes = {"lengths": [*LENGTHS, 2**31 - 1], "page_table": table, "query_starts": starts}
@@ -60,7 +63,10 @@ def assert_same(got, expected, atol):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+ROWS = {"N": 8, "K": 1, "counts": (1, 1, 1, 0, 1), "tokens": 6}  # of a batch that only decodes
 CASES = {
+    "rows, new keys": (draw(**ROWS), {"rotary_base": 100.0}, 2e-6),
+    "rows, sinks": (draw(**ROWS, new=False) | {"sinks": jnp.arange(-2.0, 6.0)}, {}, 2e-6),
     "new keys, a rotary base": (draw(), {"rotary_base": 100.0}, 2e-6),
     "sinks and a softcap": (
         draw(N=6, K=1, H=8, new=False) | {"sinks": jnp.arange(-2.0, 4.0)},

@@ -146,6 +146,12 @@ def test_programs_of_ancestors_and_shared_pages(few_are_shared):
     assert program(arrays | shared) == ["forward", *KERNEL]
     assert program(arguments(T=60, B=60) | shared) == ["decode", "decode"]
     assert program(arguments(T=64, B=64) | shared) == ["forward", "decode"]
+    # Units have the tails of tokens, too.
+    pages = jax.ShapeDtypeStruct((64, 16, 2, 128), "bfloat16")
+    wide = arguments(T=64, B=64) | {"key_pages": pages, "value_pages": pages} | shared
+    wide |= {"query": jax.ShapeDtypeStruct((64, 8, 128), "bfloat16")}
+    assert program(wide) == ["forward"]
+    assert program(wide, softcap=9.0) == ["forward", "decode"]
     assert program(arguments(T=64, B=64, cache="float8_e4m3fn") | shared | SCALES) == PIECES
 
 

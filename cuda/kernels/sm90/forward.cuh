@@ -27,7 +27,7 @@
 //                             segments (forward_documents.cuh); 0: they do not
 //   bool kCutsAligned         also where documents begin and end with a warpgroup's rows
 //   bool kFromPages           keys in pages of kPageSize, a multiple of 8, and units of requests
-//                             (forward_pages.cuh)
+//                             (forward_pages.cuh); kInCommon: and batch rows are parts of keys
 //   bool kWholeRows           TMA loads a head's rows of a page at once (key_blocks.cuh)
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product

@@ -93,7 +93,7 @@ struct UnitIndex {
 // Units of a head; with kCutsUnits as many as the batch row has that has most, with kFromPages as
 // many as requests have.
 __device__ __forceinline__ int units_of_head(const ForwardParams& p) {
-  if constexpr (kCutsUnits || kFromPages) return *p.unit_count;
+  if constexpr (kCutsUnits || (kFromPages && !kInCommon)) return *p.unit_count;
   return p.query_blocks;
 }
 // The unit of a number, walked again or not.
@@ -144,6 +144,8 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   // With kFloat8 the scales of the block in each buffer, and of each warp's queries.
   float key_factors[kFloat8 ? kStages : 1], value_factors[kFloat8 ? kStages : 1];
   float query_factors[kFloat8 ? kWarpsOfConsumers : 1];
+  // With kTails what each token of a unit sees of its own (UnitTails::row).
+  int4 tails[kTails ? kInfoStages : 1][kTails ? kUnitRows / kPackedHeads : 1];
 
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
   __device__ __forceinline__ uint32 units_to_repeat(int lane, int& mine) const {

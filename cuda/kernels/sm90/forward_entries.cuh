@@ -113,7 +113,7 @@ extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p)
 // With kFromPages a kernel goes ahead, one CTA: the units of requests, and the counter of units.
 extern "C" __global__ void __launch_bounds__(forward::requests::kThreads)
     request_units(const __grid_constant__ ForwardParams p) {
-  if constexpr (kFromPages) {
+  if constexpr (kFromPages && !kInCommon) {
     ptx::let_the_next_kernel_start();
     __shared__ forward::requests::Shared shared;
     forward::requests::make_units<forward::kUnitRows>(p, shared);
@@ -132,6 +132,18 @@ extern "C" __global__ void flash_forward_begin(const __grid_constant__ ForwardPa
 namespace forward {
 
 inline constexpr int kExactWarps = 8;
+// Sets of keys that 16 rows have: one, but with kTails one of each token.
+inline constexpr int kKeySets = kTails ? ceil_div(16, kPackedHeads) : 1;
+// The marks of the rows that have a set.
+__device__ __forceinline__ uint32 rows_of_keys(int set) {
+  if (kKeySets == 1) return 0xffffffffu;
+  uint32 marks = 0;
+#pragma unroll
+  for (int row = 0; row < 16; ++row) {
+    if (row / kPackedHeads == set) marks |= 1u << (4 * (row % 8) + row / 8);
+  }
+  return marks;
+}
 
 // 16 packed rows of a head, as a warp of the main kernel has them.
 struct RowTile {
@@ -140,6 +152,7 @@ struct RowTile {
   int first_row;
   const SegmentPlan* plan;  // of its warpgroup, with segments
   RequestUnit own;          // with kFromPages
+  int own_key = 0;          // likewise, the first of its keys
 
   __device__ __forceinline__ RowTile(const ForwardParams& p, int mark) : p(p) {
     const UnitIndex unit = unit_at(p, mark / kWarpsOfConsumers);
@@ -153,8 +166,10 @@ struct RowTile {
         first_row = plans[kConsumers].blocks.begin + mark % kWarpsOfConsumers * 16;
       }
     }
-    if constexpr (kFromPages) {
-      own = units_of_requests(p)[unit.query_block];
+    if constexpr (kFromPages && !kTails) {
+      const KeysOfUnit keys(p, unit);
+      own = keys.own;
+      own_key = keys.first_key();
       first_row = own.first_row + mark % kWarpsOfConsumers * 16;
     }
   }
@@ -163,7 +178,7 @@ struct RowTile {
     const int packed = first_row + bit / 4 + fragment::kRowStep * (bit % 4);
     const int query = packed / kPackedHeads, of = head * kPackedHeads + packed % kPackedHeads;
     Visibility sight = visibility(p, batch);
-    if constexpr (kFromPages) sight = own.sight(p);
+    if constexpr (kFromPages && !kTails) sight = own.sight(p);
     Range keys = row_columns(sight, query, 0);
     keys.begin = max(keys.begin, 0);
     if constexpr (kHasSegments) {
@@ -171,8 +186,14 @@ struct RowTile {
       keys.end = min(keys.end, plan->blocks.end * kBlockKV);
     }
     int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
-    if constexpr (kFromPages) {
+    if constexpr (kTails) {
+      const int token = min(query, p.query_len - 1);
+      const int request = tail_of(p, query_batch(p, batch), token).request;
+      first_key = static_cast<int64>(request) * p.kv_heads + kv_head_of(p, of);
+      keys = keys_of_token(p, batch, token);
+    } else if constexpr (kFromPages) {
       first_key = static_cast<int64>(own.request) * p.kv_heads + kv_head_of(p, of);
+      keys = {keys.begin + own_key, keys.end + own_key};
     }
     return {query, of, first_key, keys};
   }
@@ -205,8 +226,13 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
     for (uint32 left = __ballot_sync(0xffffffffu, marks != 0); left != 0; left &= left - 1) {
       const int of = __ffs(left) - 1;
       const RowTile tile(p, first + of * stride);
-      repair_rows(p, tile.batch, __shfl_sync(0xffffffffu, marks, of),
-                  [&](int bit) { return tile.row_of(bit); });
+      const uint32 rows = __shfl_sync(0xffffffffu, marks, of);
+#pragma unroll 1
+      for (int i = 0; i < kKeySets; ++i) {
+        const uint32 own = rows & rows_of_keys(i);
+        if (own == 0) continue;
+        repair_rows(p, tile.batch, own, [&](int bit) { return tile.row_of(bit); });
+      }
     }
   }
 }

@@ -1,30 +1,70 @@
 // Keys and values in pages (kFromPages): how the producer loads a block of keys that lies in
-// several of them. Which rows a unit has: request_units.cuh.
+// several of them. Which rows a unit has: request_units.cuh, with kInCommon as of dense calls.
 #pragma once
 
 #include "request_units.cuh"
-#include "sm90/forward_common.cuh"
+#include "sm90/forward_tails.cuh"
 
 namespace forward {
+
+// The keys of a unit, among those of a request: with kInCommon a part of them, in whole blocks,
+// which its batch row stands for.
+struct KeysOfUnit {
+  RequestUnit own;  // whose positions count from the first of these keys
+  int first_block = 0;
+
+  __device__ __forceinline__ KeysOfUnit(const ForwardParams& p, const UnitIndex& unit) {
+    if constexpr (kInCommon) {
+      const int request = query_batch(p, unit.batch), parts = p.parts_in_common;
+      const int part = unit.batch - request * parts;
+      const int length = max(p.request_lengths[request], 0), blocks = ceil_div(length, kBlockKV);
+      first_block = blocks * part / parts;
+      const int end = min(blocks * (part + 1) / parts * kBlockKV, length);
+      own = {unit.query_block * kUnitRows, p.query_len, end - first_block * kBlockKV, request};
+    } else {
+      own = units_of_requests(p)[unit.query_block];
+    }
+  }
+  __device__ __forceinline__ int first_key() const { return first_block * kBlockKV; }
+};
 
 // A block of a request's keys, in pieces of kPageRows keys: a lane has one. All lanes call.
 struct PagePieces {
   int request = 0;
-  int page = 0;  // of the lane's piece in the block that was found last
+  int first_block = 0;  // with kInCommon, of the unit's
+  UnitTails tails;      // with kTails
+  int position = 0;     // likewise, of the block that was found last the first
+  int page = 0;         // of the lane's piece in that block
 
+  __device__ __forceinline__ int first_key(int block) const {
+    if constexpr (kTails) return position;
+    return (kInCommon ? first_block + block : block) * kBlockKV;
+  }
   // The lane's page. Ahead of a window and behind the length a table may hold anything, and end:
   // what is loaded there is not seen, so any page does.
   __device__ __forceinline__ void find(const ForwardParams& p, int block, int lane) {
-    const int column = (block * kBlockKV + lane % kPieces * kPageRows) / kPageSize;
-    const int* table = p.page_table + static_cast<int64>(request) * p.table_columns;
-    page = min(max(table[min(column, p.table_columns - 1)], 0), p.pages - 1);
+    const int* table = p.page_table;
+    int columns = p.table_columns, row = request;
+    if constexpr (kTails) {
+      const int2 place = tails.place_of(block);
+      position = place.y;
+      if (place.x < 0) {
+        table = p.common_table;
+        columns = p.common_columns;
+      } else {
+        row = place.x;
+      }
+    }
+    const int column = (first_key(block) + lane % kPieces * kPageRows) / kPageSize;
+    table += static_cast<int64>(row) * columns;
+    page = min(max(table[min(column, columns - 1)], 0), p.pages - 1);
   }
   // The lane's boxes, when all bytes are announced at the barrier `full`.
   template <int kDim>
   __device__ __forceinline__ void load(const TensorMap& map, uint32 tile, uint32 full, int kv_head,
                                        int block, int lane) const {
     if (lane >= kPieces) return;
-    const int row = lane * kPageRows, slot = (block * kBlockKV + row) % kPageSize;
+    const int row = lane * kPageRows, slot = (first_key(block) + row) % kPageSize;
     if constexpr (kWholeRows) {
       constexpr int kBoxes = KeyTile<kDim, kBlockKV, true>::kBoxes;
       ptx::tma_load(tile + kBoxes * row * kBoxRowBytes, &map, full, ptx::kEvictLast, 0, 0,

@@ -69,14 +69,14 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
         checks += bias_is_plane()
     names: dict[str, AnySize] = {}
     if tiling.page_size:
-        names = paged.names()
+        names = paged.names(tiling.in_common)
         checks += paged.checks(tiling.packed_heads, tiling.page_size)
     return Launch(
         forward_params(call, shapes, tiling, found),
         _steps(call, tiling, found),
         names=names,
         checks=checks,
-        none=product(T, N) if tiling.page_size else product(B, T, N),
+        none=product(B, T, N) if tiling.in_common or not tiling.page_size else product(T, N),
     )
 
 
@@ -85,7 +85,7 @@ def units_of_head(tiling: ForwardTiling) -> AnySize:
 
     Each end of a document that is long enough makes one more.
     """
-    if tiling.page_size:
+    if tiling.page_size and not tiling.in_common:
         return paged.units_of_head(tiling.packed_heads, tiling.block_q)
     blocks = ceil_div(T * tiling.packed_heads, tiling.block_q)
     return blocks + 2 * (T // tiling.cut_documents) if tiling.cut_documents else blocks
@@ -115,6 +115,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
     query_blocks = units_of_head(tiling)
     key_blocks = ceil_div(S, tiling.block_kv)
     plans = warpgroups + (tiling.cut_documents > 0)  # of a unit
+    of_requests = tiling.page_size > 0 and not tiling.in_common
 
     def array(name: str, length, count, dim: int, box_rows: int, box_heads: int = 1) -> Map | None:
         if not tiling.tma_loads:
@@ -126,7 +127,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             return Map(name[0], "bf16", (B, length, count, dim // 2), box_rows)
         dtype = name_of(problem.dtype)
         if not tiling.page_size or name == "query":
-            return Map(name[0], dtype, (B, length, count, dim), box_rows, box_heads)
+            batch = paged.REQUESTS if tiling.in_common else B
+            return Map(name[0], dtype, (batch, length, count, dim), box_rows, box_heads)
         if not tiling.whole_rows:
             return Map(name[0], dtype, (paged.P, paged.PAGE, count, dim), box_rows)
         groups = product(paged.P, tiling.page_size // _GROUP)  # of a swizzle's rows
@@ -259,11 +261,13 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "int*",
                 "unit_count",
-                Scratch("s32", (1,)) if tiling.cut_documents or tiling.page_size else None,
+                Scratch("s32", (1,)) if tiling.cut_documents or of_requests else None,
                 "of a head, in the batch row that has most, by segment_plan; kCutsUnits. With "
                 "kFromPages those of all requests, by request_units",
             ),
-            *paged.fields(query_blocks if tiling.page_size else None),
+            *paged.fields(
+                query_blocks if tiling.page_size else None, tiling.in_common, tiling.tails
+            ),
             *(_float8_fields(call, shapes) if tiling.float8 else ()),
         ),
     )
@@ -305,7 +309,8 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
             Kernel("flash_forward_columns", product(B, K, ceil_div(S, 128)), 256, beside=True)
         )
     steps += found.plan
-    if tiling.page_size:
+    of_requests = tiling.page_size > 0 and not tiling.in_common
+    if of_requests:
         steps.append(Kernel("request_units", 1, paged.UNIT_THREADS, beside=True))
 
     def of_warps(entry: str, warps, *, overlaps: bool = False) -> Kernel:
@@ -327,7 +332,7 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
         steps.append(of_warps("row_norms", B * parts))
     elif (
-        tiling.dynamic and not (tiling.page_size or makes_columns) and (not found.plan or positions)
+        tiling.dynamic and not (of_requests or makes_columns) and (not found.plan or positions)
     ):  # else mask_plan does it
         steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
     main = Kernel(
@@ -335,7 +340,7 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         minimum(SMS, units),
         tiling.threads,
         tiling.shared_bytes,
-        overlaps=tiling.dynamic or segments or tiling.page_size > 0,
+        overlaps=tiling.dynamic or segments or of_requests,
     )
     exact = Kernel(
         "flash_forward_exact",

@@ -43,6 +43,8 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kCutDocuments": tiling.cut_documents,
         "kCutsAligned": tiling.cuts_aligned,
         "kFromPages": tiling.page_size > 0,
+        "kInCommon": tiling.in_common,
+        "kTails": tiling.tails,
         "kPageSize": max(tiling.page_size, 1),
         "kWholeRows": tiling.whole_rows,
         "kPingPong": tiling.ping_pong,
@@ -176,7 +178,7 @@ class ForwardSchedule:
     @property
     def bounded_begin(self) -> bool:
         """A warpgroup's blocks may begin after the first one of its unit."""
-        return self._has_left or self.lists_blocks
+        return self._has_left or self.lists_blocks or self.tiling.tails
 
     @property
     def begins_near(self) -> bool:

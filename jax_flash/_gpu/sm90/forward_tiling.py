@@ -40,6 +40,8 @@ class ForwardTiling:
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
     cuts_aligned: bool = False  # also where it begins and ends with a warpgroup's rows
     page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
+    in_common: bool = False  # pages that all tokens see whole; batch rows are parts of positions
+    tails: bool = False  # likewise, and each token sees pages of its own
     clears_values: bool = (
         True  # of a page past a length zeroed, else rows of NaN are computed again
     )
@@ -88,7 +90,10 @@ class ForwardTiling:
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = 128 * self.parts * (queries + keys_values) + biases
-        return self.teams * tiles + 1024 * max(self.teams, 2)
+        # 16 bytes of each token of two units. Half of the room for barriers takes the first.
+        tokens = 2 * self.query_stages * self.block_q // self.packed_heads if self.tails else 0
+        more = -(-max(16 * tokens - 1024, 0) // 1024) * 1024
+        return self.teams * tiles + 1024 * max(self.teams, 2) + more
 
     @property
     def outputs(self) -> int:

@@ -7,7 +7,7 @@ from pages. Read next: forward.py; cuda/kernels/sm90/forward_pages.cuh.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from jax_flash._call import Call
 from jax_flash._gpu import paged
@@ -17,7 +17,7 @@ from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import L2_SHARE
+from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, known
 from jax_flash._problem import Problem, Shapes
@@ -25,6 +25,7 @@ from jax_flash._problem import Problem, Shapes
 _BOX_ROWS = 8  # of a swizzle: what TMA loads at once is a multiple
 _ONE_PAGE = 64  # keys of a block that lie in one page
 FEWEST_IN_COMMON = 256  # rows of queries of a kv head
+_MOST_TOKENS = 32  # of a unit, that have tails: a lane of the producer has each
 
 
 class Pages(Family):
@@ -42,20 +43,27 @@ class Pages(Family):
             reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
         if isinstance(size, int) and size % _BOX_ROWS:
             reasons.append(f"{kernels} by TMA take a multiple of {_BOX_ROWS} positions, not {size}")
-        if call.target == "common" and shapes.kv_len != 0:
-            reasons += _few_in_common(shapes)
+        if call.target == "common" and shapes.kv_len != 0 and not reasons:
+            reasons += _few_in_common(shapes) or _without_tails(cast(Any, call), shapes, gpu)
         return tuple(reasons)
 
     def plan(
         self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: ForwardTiling | None = None
     ) -> Plan:
+        batch, of_parts = 1, cast(Any, call)  # of flash_common
+        if call.target == "common":
+            batch = shapes.batch * of_parts.count
+            tiling = tiling or choose_in_common(
+                call.problem, shapes, gpu, of_parts.count, tails=of_parts.tails
+            )
         tiling = tiling or choose_pages(call.problem, shapes, gpu)
-        call, dense = paged.dense_call(call, shapes)
+        call, dense = paged.dense_call(call, shapes, batch)
         return paged.plan(
             self,
             call,
             shapes,
             gpu,
+            batch=batch,
             target="jax_flash_cuda_forward",
             source=tiling.source,
             beside=tiling.beside,
@@ -96,6 +104,26 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
     )
 
 
+def choose_in_common(
+    problem: Problem, shapes: Shapes, gpu: GpuSpec, parts: int, *, tails: bool = False
+) -> ForwardTiling:
+    """Chooses the tiling where all tokens see all positions, which are cut into parts.
+
+    Tokens are dense queries, and each part is a batch row.
+    """
+    tokens, keys = shapes.q_len * parts, -(-shapes.kv_len // parts)
+    of_parts = dataclasses.replace(shapes, q_len=tokens, kv_len=keys)
+    tiling = choose_pages(problem, of_parts, gpu)
+    blocks = -(-shapes.q_len * tiling.packed_heads // tiling.block_q)
+    units = parts * shapes.batch * blocks * shapes.q_heads // tiling.packed_heads
+    # A counter is for more units than run at once.
+    dynamic = units > multiprocessors(gpu)
+    # What stands behind whole pages, or a tail, is seen by nobody: where its values are not finite,
+    # rows of queries are computed again. To clear them takes 5 us of 31.
+    made = {"dynamic": dynamic, "in_common": True, "tails": tails, "clears_values": False}
+    return dataclasses.replace(tiling, **made)
+
+
 def _few_in_common(shapes: Shapes) -> tuple[str, ...]:
     """Says why rows of decoding take less time than units of a dense problem, if they do."""
     sizes = (shapes.batch, shapes.q_len, shapes.q_heads, shapes.kv_heads, shapes.kv_len)
@@ -104,6 +132,20 @@ def _few_in_common(shapes: Shapes) -> tuple[str, ...]:
     rows = shapes.q_len * group_size(shapes)
     if rows < FEWEST_IN_COMMON:
         return (f"{rows} rows of queries of a kv head are few: decoding kernels take less time",)
+    return ()
+
+
+def _without_tails(call: Any, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+    """Says why units have no tails, if they do not: registers, and a lane for each token."""
+    dims = (shapes.head_dim, shapes.value_dim)
+    if not call.tails:
+        return ()
+    if call.problem.softcap is not None or not (min(dims) > 64 and max(dims) <= 128):
+        return ("units with tails take head dims 72 to 128 and no softcap: there are no registers",)
+    made = (choose_in_common(call.problem, shapes, gpu, parts) for parts in (1, 16))
+    tokens = max(tiling.block_q // tiling.packed_heads for tiling in made)
+    if tokens > _MOST_TOKENS:
+        return (f"units of {tokens} tokens have more than {_MOST_TOKENS} tails",)
     return ()
 
 
