@@ -22,7 +22,7 @@ _SHORTEST = (
     (sm90.forward, "_CUT_QUERIES"),
     (sm90.forward, "_CUT_ROWS"),
     (sm90.forward, "_LONG"),
-    (sm90.backward, "_RING_SHORTEST"),
+    (importlib.import_module("jax_flash._gpu.sm90.backward_ring"), "_RING_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),
     (sm90.backward, "_FEWER_ROUNDS"),
     (sm90.backward, "_SHARED_STEPS"),

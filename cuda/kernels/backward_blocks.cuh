@@ -52,6 +52,7 @@ __device__ __forceinline__ int2 key_position_range(const Params& p, int batch, i
 struct Unit {
   int batch, kv_head, key0;
   int head;  // first query head
+  int step;  // from block to block of its walk, 1 or -1
   Visibility sight;
   Range blocks;
 };
@@ -135,11 +136,28 @@ __device__ __forceinline__ uint32 shown_blocks(const Params& p, int batch, int k
   return __ballot_sync(0xffffffffu, shown != 0);
 }
 
+// With kFromDiagonals: the head and the block of keys of a unit, and the direction of its walk. The
+// last blocks of keys come first, whose walks begin at their diagonals and rise. The last heads
+// have their longest units first, so that all CTAs end together, and their walks fall.
+template <class Params>
+__device__ __forceinline__ HeadBlock diagonal_block(const Params& p, int index, int blocks,
+                                                    int heads, int& step) {
+  const int rising = heads - p.falling_heads, after = index - blocks * rising;
+  step = after < 0 ? 1 : -1;
+  if (after < 0) {
+    const HeadBlock at = head_block(index, blocks, rising, p.l2_heads);
+    return {blocks - 1 - at.block, at.head};
+  }
+  const HeadBlock at = head_block(after, blocks, p.falling_heads, p.falling_heads);
+  return {at.block, rising + at.head};
+}
+
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
 // blocks, in ascending order (longest first when causal), its heads innermost.
 template <class Params>
 __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
   Unit u;
+  u.step = kDirection;
   HeadBlock at;
   if constexpr (kDbiasByRows) {  // one after the other, by one CTA
     const int block = index / p.batch;
@@ -153,7 +171,12 @@ __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
     u.kv_head += p.first_kv_head;
   } else {
     // With kPairs units of neighbouring keys have numbers that follow each other.
-    at = head_block(index / kPair, head_units(p) / kPair, p.batch * head_parts(p), p.l2_heads);
+    const int blocks = head_units(p) / kPair, all_heads = p.batch * head_parts(p);
+    if constexpr (kFromDiagonals) {
+      at = diagonal_block(p, index / kPair, blocks, all_heads, u.step);
+    } else {
+      at = head_block(index / kPair, blocks, all_heads, p.l2_heads);
+    }
     at.block = at.block * kPair + index % kPair;
     const int heads = kPartsApart ? p.kv_heads : head_parts(p);
     const int part = kPartsApart ? at.head / (p.batch * heads) : 0;

@@ -32,6 +32,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 4, "window": (None, 0)},
     "many": {"batch": 32},
     "long": {"q_len": 8192, "kv_len": 8192},
+    "longer": {"q_len": 16384, "kv_len": 16384},
     "segments": {"terms": ("query_segments", "key_value_segments")},
     "positions": {"terms": ("query_positions", "key_value_positions")},
     "lengths": {"terms": ("key_value_lengths",)},
@@ -172,6 +173,13 @@ BACKWARD: Flags = {
     "kTmaStores": (True, ["128"], False, ["100", "carried"]),
     "kInOrder": (True, ["deterministic", "many causal"], False, ["segments"]),
     "kPartsApart": (True, ["grouped deterministic"], False, ["grouped", "deterministic"]),
+    "kFromDiagonals": (
+        *(True, ["causal deterministic", "256 causal deterministic"]),
+        *(
+            False,
+            ["causal", "deterministic", "longer causal deterministic", "grouped deterministic"],
+        ),
+    ),
     "kSharesUnits": (True, ["float32 highest"], False, ["128", "float32 highest causal"]),
     "kTurnsLeft": (True, ["segments", "blocks deterministic"], False, ["128", "blocks"]),
     "kSkipsHidden": (True, ["causal"], False, ["128", "causal 64", "causal positions"]),

@@ -27,6 +27,7 @@
 //   bool kDefersDq            dQ of a step comes in the next one
 //   int kDqRowBytes           as in sm90/backward.cuh; bool kCompact, kDbiasByHeads, kDbiasCleared
 //                             likewise; kRing, kStoresDq, kPairs, kPartsApart, kDbiasByRows,
+//                             kFromDiagonals,
 //                             int kUnitHeads: off
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
 //   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1

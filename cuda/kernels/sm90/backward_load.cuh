@@ -93,7 +93,7 @@ struct Loader {
     uint32 received = 0, iteration = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       const uint32 free = parity_of<1>(received) ^ 1;
       if (u.total == 0) {
         wait_together(at(&Shared::key_empty), free);

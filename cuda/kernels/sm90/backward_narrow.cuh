@@ -402,7 +402,7 @@ struct Scorer : ScorerParts {
     uint32 received = 0, iteration = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       float dk[kHead / 2], dv[kValue / 2];
 #pragma unroll
       for (int i = 0; i < kHead / 2; ++i) dk[i] = 0.f;

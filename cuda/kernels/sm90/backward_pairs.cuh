@@ -108,7 +108,7 @@ struct PairedQuery {
     uint32 received = 0, iteration = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const uint32 buffer = stage_of<kScoreStages>(iteration);

@@ -186,7 +186,7 @@ struct SumFinisher {
     uint32 taken = 0;
     for (uint32 received = 0;; ++received) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       finish_part(u, taken);
       if (which == 0) {
         wait_together(at(&Shared::sum_added, stage_of<kUnits>(received)),

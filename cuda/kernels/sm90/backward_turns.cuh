@@ -5,16 +5,16 @@
 
 namespace backward {
 
-// Deterministic sums: the units of a head add to a query block in ascending order of keys, and the
-// first stores. Units whose segment ids cannot meet the query block's, or that a block mask hides
-// from it, take no part. A counter per block and part says who has added: how many, or where some
-// take no part (kTurnsLeft) the last one's key block plus one. With kPairs the two units of a pair
-// are one, and each CTA has a part.
+// Deterministic sums: the units of a head add to a query block in ascending order of keys, with
+// kFromDiagonals in descending order where walks rise, and the first stores. Units whose segment
+// ids cannot meet the query block's, or that a block mask hides from it, take no part. A counter
+// per block and part says who has added: how many, or where some take no part (kTurnsLeft) the last
+// one's key block plus one. With kPairs the two units of a pair are one, and each CTA has a part.
 //
-// A unit waits only for units of smaller keys of its head, which are handed out before it, to CTAs
-// that run (Planner), and walk over every block at which they are waited for (`narrow_by_segments`
-// drops none that they meet). So the unit handed out first, of those that are not done, never
-// waits, however few CTAs of the grid run.
+// A unit waits only for units of its head that are handed out before it, to CTAs that run
+// (Planner), of smaller keys or where walks rise of larger ones, and walk over every block at which
+// they are waited for (`narrow_by_segments` drops none that they meet). So the unit handed out
+// first, of those that are not done, never waits, however few CTAs of the grid run.
 //
 // The turn of a unit at a query block: what the counter says when it may add.
 struct Turn {
@@ -35,6 +35,11 @@ __device__ __forceinline__ int first_keys(const BackwardParams& p, const volatil
   return kWindowLeft ? max(m0 + u.offset - p.window_left, 0) / kKeys : 0;
 }
 
+// With kFromDiagonals: the last block of keys, or pair of them, that the queries from m0 on see.
+__device__ __forceinline__ int last_keys(const BackwardParams& p, int m0) {
+  return (min(m0 + kQueries, p.query_len) - 1) / (kKeys * kPair);
+}
+
 // The smallest and largest of segment ids that no smaller key block of the unit has: in shared
 // memory, since the warp that waits has 24 registers.
 __device__ __forceinline__ volatile int* absent_ids() { return items(&Shared::absent_ids); }
@@ -51,6 +56,7 @@ __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
 __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const volatile UnitRecord& u,
                                         int m0) {
   const int first = first_keys(p, u, m0), block = u.key0 / (kKeys * kPair);
+  if (kFromDiagonals && u.step > 0) return {last_keys(p, m0) - block};
   if constexpr (kTurnsShown) {
     return {shown_before(p, u.batch, u.head, u.heads, block, first, m0 / kQueries)};
   }
@@ -81,7 +87,9 @@ __device__ __forceinline__ volatile int& turn_in(uint32 slot) {
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volatile UnitRecord& u,
                                            int m0) {
   if constexpr (!kDeterministic || kTurnsLeft) return false;
-  return ptx::uniform(u.key0 / (kKeys * kPair) - first_keys(p, u, m0) == 0);
+  const bool rises = kFromDiagonals && u.step > 0;
+  const int first = rises ? last_keys(p, m0) : first_keys(p, u, m0);
+  return ptx::uniform(u.key0 / (kKeys * kPair) == first);
 }
 
 // The counter of one of this CTA's parts of a query block.
@@ -98,7 +106,7 @@ struct TurnWaiter {
     uint32 received = 0, iteration = part;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       if constexpr (kHasSegments) set_absent_ids(kLargest, kSmallest);
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const Turn turn = turn_of(p, u, walk.m0);
@@ -134,7 +142,7 @@ struct TurnPasser {
     uint32 received = 0, turn = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       if constexpr (kTurnsShown) {  // to find the blocks once more there is no register
         for (int left = u.total; left > 0; --left) {
           pass_turns(u, turn, leader, [&](int part) {

@@ -213,7 +213,7 @@ struct Planner {
     const Taken taken = taken_at(p, stop ? 0 : index);
     const Unit u = unit_at(p, taken.unit);
     if (leader) {
-      r.stop = stop;
+      r.step = stop ? 0 : u.step;
       r.batch = u.batch;
       r.kv_head = u.kv_head;
       r.key0 = u.key0;
@@ -230,6 +230,7 @@ struct Planner {
       r.seen_queries.begin = seeing.begin;
       r.seen_queries.end = seeing.end == p.query_len ? kLargest : seeing.end;
     }
+    if constexpr (kFromDiagonals) __syncwarp();
     WalkPlan walk = plan_walk(p, r, u.blocks);
     if (kSharesUnits && taken.share >= 0) {
       const int begin = walk.count * taken.share / p.shares;

@@ -10,7 +10,7 @@ namespace backward {
 // A unit as the plan role hands it to the others. It stays in shared memory, not in registers, for
 // as long as they work on it.
 struct UnitRecord {
-  int stop;  // no further units
+  int step;  // from block to block of its walk, 1 or -1; 0: no further units
   int batch, kv_head, key0;
   int offset, query_length, kv_length;  // Visibility of the batch row
   int m0;                               // first query of the walk
@@ -22,6 +22,10 @@ struct UnitRecord {
 };
 static_assert(sizeof(UnitRecord) == 64);
 
+// u.step, which may be known.
+__device__ __forceinline__ int step_of(const volatile UnitRecord& u) {
+  return kFromDiagonals ? u.step : kDirection;
+}
 // u.heads, which may be known.
 __device__ __forceinline__ int heads_of(const volatile UnitRecord& u) {
   return kSharesKeys ? kUnitHeads : u.heads;
@@ -76,7 +80,7 @@ __device__ __forceinline__ WalkPlan plan_walk(const BackwardParams& p, const vol
     __syncwarp();
     met = narrow_by_segments(p, r.batch, r.key0, met);
   }
-  int first = first_block(met), count = met.end - met.begin;
+  int first = step_of(r) < 0 ? met.end - 1 : met.begin, count = met.end - met.begin;
   if constexpr (kSkipsMasked) {
     __syncwarp();
     const int end = met.end;
@@ -153,7 +157,7 @@ struct Walk {
     block += query_blocks(p);
     next_sum_of_head(p);
     if (++head == heads_of(u)) {
-      const int step = kSkipsMasked ? next_shown(p, u) : kDirection;
+      const int step = kSkipsMasked ? next_shown(p, u) : step_of(u);
       block += step - head * query_blocks(p);
       next_sum_of_block(p, step);
       m0 += step * kQueries;

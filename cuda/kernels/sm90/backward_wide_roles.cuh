@@ -13,7 +13,7 @@ struct Probability : ProbabilitySteps {
     uint32 received = 0, iteration = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       Sums<kValue> dv;
       dv.clear();
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
@@ -64,7 +64,7 @@ struct Gradient : GradientSteps {
     uint32 received = 0, iteration = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       Sums<kHead> dk;
       dk.clear();
       ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
@@ -112,7 +112,7 @@ struct Query : QuerySteps {
     uint32 received = 0, iteration = 0;
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
-      if (u.stop) break;
+      if (u.step == 0) break;
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const uint32 buffer = stage_of<kScoreStages>(iteration);

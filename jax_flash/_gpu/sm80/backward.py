@@ -123,6 +123,7 @@ class BackwardTiling:
             "kCompact": self.compact,
             "kRing": False,
             "kStoresDq": False,
+            "kFromDiagonals": False,
             "kPairs": False,
             "kUnitHeads": 0,
             "kPartsApart": False,

@@ -1,7 +1,7 @@
 """Owns which tiling the backward kernels for Hopper run a problem by.
 
 Numbers without a reason are the fastest that were measured: cuda/decisions.md tells how. Read next:
-backward_tiling.py.
+backward_tiling.py, backward_ring.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jax_flash._gpu import emit
+from jax_flash._gpu.sm90.backward_ring import with_ring
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
@@ -74,7 +75,8 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         reads_ahead=asked.reads_ahead,
         # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
         holds_draws=asked.drops and asked.reads_ahead and (unit_heads or group_size(shapes)) == 1,
-        l2_heads=_l2_heads(problem, shapes, unit_heads),
+        l2_heads=asked.rising_heads or _l2_heads(problem, shapes, unit_heads),
+        falling_heads=asked.falling_heads,
         unit_heads=unit_heads,
         shares=asked.shares,
         stores_dbias=asked.is_own or by_rows or by_heads > 0,
@@ -90,7 +92,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         return spare(problem, shapes, tiled)
     if asked.pairs:
         tiling = dataclasses.replace(tiling, pairs=True)
-    ring = tiling if asked.few else _with_ring(problem, shapes, gpu, tiling)
+    ring = tiling if asked.few else with_ring(problem, shapes, gpu, tiling)
     return spare(problem, shapes, ring)
 
 
@@ -211,8 +213,8 @@ class _Backward:
     def reads_ahead(self) -> bool:
         """5 % at T >= 4096 without a mask, 1 to 4 % when causal.
 
-        2 to 7 % of the deterministic mode when causal; elsewhere nothing or a loss, with segments
-        up to 5 % of long documents.
+        2 to 7 % of the deterministic mode when causal, 1 to 4 % of plain full calls from T 1024 on;
+        elsewhere nothing or a loss, with segments up to 5 % of long documents.
         """
         problem = self.problem
         if self.has_left or problem.softcap or problem.score is not None:
@@ -221,12 +223,14 @@ class _Backward:
         segments = terms == {"query_segments", "key_value_segments"}
         if not (segments or terms <= {"dropout_state"}):
             return False
-        if problem.deterministic and (segments or problem.window[1] is None):
+        plain = is_bare(problem) and known(self.shapes.q_len, 4096) >= 1024
+        full = problem.window[1] is None
+        if problem.deterministic and (segments or (full and not plain)):
             return False
         # 84 to 172 bytes would be spilled.
         spills = self.drops and problem.deterministic and problem.split
-        plain = not spills and not self.few
-        return self.shapes.head_dim == self.shapes.value_dim == 128 and plain
+        fits = not spills and not self.few
+        return self.shapes.head_dim == self.shapes.value_dim == 128 and fits
 
     @property
     def sums_in_dq(self) -> bool:
@@ -342,6 +346,38 @@ class _Backward:
         return uneven or units >= 0.9 * sms * -(-units // sms)
 
     @property
+    def rises(self) -> bool:
+        """Walks of causal units in turns begin at their diagonals: none waits for its turn.
+
+        Those of a head are apart then, and its queries and sums have to stay in L2.
+        """
+        problem, shapes = self.problem, self.shapes
+        if not problem.deterministic or problem.window != (None, 0) or not is_bare(problem):
+            return False
+        sizes = (shapes.batch, shapes.kv_heads, shapes.q_len)
+        if not all(isinstance(size, int) for size in sizes) or self.unit_heads:
+            return False
+        if problem.split or self.few:
+            return False
+        return shapes.q_len == shapes.kv_len <= _RISING_LONGEST
+
+    @property
+    def rising_heads(self) -> int:
+        """Heads that are walked together where walks rise: nobody waits, so they are few."""
+        if not self.rises:
+            return 0
+        heads = _l2_heads(self.unordered.problem, self.shapes)
+        return max(1, heads // 2) if self.widest > 64 else heads
+
+    @property
+    def falling_heads(self) -> int:
+        """The last heads fall, longest units first: CTAs end together."""
+        if not self.rises:
+            return 0
+        heads = self.shapes.batch * self.shapes.kv_heads
+        return max(1, heads // 16, min(8, heads // 8))
+
+    @property
     def _steps(self) -> int:
         """Steps that a unit takes of a head, about."""
         left, right = self.problem.window
@@ -388,84 +424,10 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
+_RISING_LONGEST = 8192
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
-_RING_BYTES = 40 << 20  # of a layout's, of an H200's L2 (60 MB)
-_RING_SHORTEST = 512  # queries, and keys
-_RING_WINDOW = 512
-
-
-def _with_ring(
-    problem: Problem, shapes: Shapes, gpu: GpuSpec, tiling: BackwardTiling
-) -> BackwardTiling:
-    """Returns the tiling with the sum of dq in a ring, where that was measured to be faster.
-
-    What it saves are the kernels that zero the sum ahead and read it at the end, 3 to 6 % of a
-    causal pass and 2 to 3 % of a full one; what it takes is hidden beside units of 8 us or more.
-    """
-    sizes = (shapes.batch, shapes.q_heads, shapes.kv_heads, shapes.q_len, shapes.kv_len)
-    if not all(isinstance(size, int) for size in sizes) or problem.deterministic or problem.split:
-        return tiling
-    if tiling.wide or not tiling.tma_loads or tiling.stores_dq:
-        return tiling
-    head_boxes, causal = boxes(shapes.head_dim), problem.window == (None, 0)
-    left, right = problem.window
-    shortest = _RING_SHORTEST
-    if is_layout(problem) and problem.window == (None, None):
-        shortest *= 32  # of a thirtieth of the blocks a unit is as long
-    elif not is_bare(problem):
-        return tiling
-    elif left is not None and right is not None:
-        # Grouped heads, one by one in a set, add to the same queries side by side: 8 % slower.
-        if left + right < _RING_WINDOW or tiling.unit_heads:
-            return tiling
-    elif left is not None or right not in (None, 0):
-        return tiling
-    elif causal or head_boxes == 1:
-        shortest *= 2
-    if min(sizes[3:]) < shortest:
-        return tiling
-    unit_heads = tiling.unit_heads or group_size(shapes)
-    heads, sets, lag = _ring_sets(problem, shapes, gpu, tiling)
-    rows = blocks(shapes.q_len, tiling.block_q) * tiling.block_q
-    ring = sets * heads * unit_heads * rows * 256 * head_boxes
-    if is_layout(problem) and ring > _RING_BYTES:
-        return tiling
-    if shapes.batch * shapes.q_heads // unit_heads < 2 * sets * heads:
-        return tiling
-    # The kernel has 32 bits for bytes of the ring, 31 for a set's units x pieces of 16 queries.
-    pieces = heads * unit_heads * rows // 16 * head_boxes
-    units = heads * blocks(shapes.kv_len, tiling.block_kv)
-    if ring > 1 << 32 or units * pieces >= 1 << 31:
-        return tiling
-    return dataclasses.replace(
-        tiling, dq_row_bytes=0, outputs=1, l2_heads=heads, ring_sets=sets, ring_lag=lag
-    )
-
-
-def _ring_sets(
-    problem: Problem, shapes: Shapes, gpu: GpuSpec, tiling: BackwardTiling
-) -> tuple[int, int, int]:
-    """Returns heads of a set, sets with a place, and the lag between adding and finishing.
-
-    Sets are half a round of units, or a round where their sums take half as much or where units are
-    unequal and long. A sum has two rounds and a half from its first unit until it is clear, or four
-    if units are unequal.
-    """
-    causal = problem.window == (None, 0)
-    short = max(shapes.q_len, shapes.kv_len) <= 2048
-    round_ = max(1, multiprocessors(gpu) // blocks(shapes.kv_len, tiling.block_kv))
-    if is_layout(problem):
-        heads = round_ // boxes(shapes.head_dim)
-    elif not short:
-        heads = round_ if causal else round_ // 2
-    elif tiling.unit_heads or boxes(shapes.head_dim) == 2:
-        heads = round_ // 2
-    else:
-        heads = round_
-    sets, lag = (8, 5) if causal and short else (5, 3)
-    return max(1, heads), sets, lag
 
 
 def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:

@@ -214,6 +214,12 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
                 tiling.ring_lag,
                 "sets between a unit's and the one whose dq it finishes",
             ),
+            Field(
+                "int",
+                "falling_heads",
+                tiling.falling_heads,
+                "key/value heads of all batch rows, the last, whose walks fall, kFromDiagonals",
+            ),
             # Only with kUnitHeads: several units add to dk and dv of a block of keys.
             Field(
                 "float*",

@@ -80,6 +80,7 @@ class BackwardSchedule:
             "kTmaStores": self.tma_stores,
             "kInOrder": self.in_order,
             "kPartsApart": self.parts_apart,
+            "kFromDiagonals": self.from_diagonals,
             "kSharesUnits": self.shares_units,
             "kTurnsLeft": self.turns_left,
             "kSkipsHidden": self.skips_hidden,
@@ -204,6 +205,15 @@ class BackwardSchedule:
         They add in turns: side by side each would wait for the others.
         """
         return self.tiling.unit_heads > 0 and self.problem.deterministic
+
+    @property
+    def from_diagonals(self) -> bool:
+        """Walks of most heads begin at their diagonals, and the last blocks of keys come first.
+
+        A unit then comes to a block of queries two steps of 64 after the one whose keys follow: in
+        deterministic mode it waits no more for its turn, whatever heads are walked together.
+        """
+        return self.tiling.falling_heads > 0
 
     @property
     def shares_units(self) -> bool:

@@ -31,6 +31,8 @@ class BackwardTiling:
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
     holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
     l2_heads: int = 1  # units of a block of keys that the schedule walks together
+    falling_heads: int = 0  # the last heads of a causal, deterministic problem, whose walks fall;
+    # those of the others rise from their diagonals; 0: none does
     unit_heads: int = 0  # query heads of a unit, where a kv head has more: dk and dv are sums of
     # several units'; 0: all
     shares: bool = False  # CTAs share the walks of units, where these are few
