@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_flash._problem import Problem
@@ -299,8 +298,8 @@ class _Call:
         named = {name: of_batch(name) for name in terms}
         seen = _visible(problem, q_len, k.shape[-3], named)
         owners = k.shape[:-3]  # members may share their keys
-        owner = np.broadcast_to(np.arange(math.prod(owners)).reshape(owners), batch)
-        first = owner.reshape(total, 1, 1).astype(np.int32) * k.shape[-3]
+        owner = jnp.arange(math.prod(owners), dtype=jnp.int32).reshape(owners)
+        first = jnp.broadcast_to(owner, batch).reshape(total, 1, 1) * k.shape[-3]
         slots = jnp.where(seen, first + named["indices"], -1)
         slots = slots.reshape(total * q_len, slots.shape[-1])
         sinks = None

@@ -120,6 +120,28 @@ def test_values_that_are_features_of_keys(chosen):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_an_export_leaves_the_batch_open(within):
+    if jax_flash.explain(*small()[0]).backend != "cpu":
+        pytest.skip("the CPU kernels are not built")
+
+    def call(q, k, v, indices):
+        values = {"value": None, "value_dim": 8} if within else {"value": v}
+        return jax_flash.flash_attention(q, k, **values, indices=indices, is_causal=True)
+
+    def arguments(batch):
+        arrays, indices = small(lead=(batch,))
+        return *arrays, indices
+
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in arguments(1)]
+    checks = jax_flash.EXPORT_CHECKS
+    made = jax.export.export(jax.jit(call), platforms=["cpu"], disabled_checks=checks)(*shapes)
+    for batch in (1, 3):
+        given = arguments(batch)
+        np.testing.assert_allclose(made.call(*given), call(*given), rtol=1e-6)
+
+
 def test_split_over_batch_and_heads_without_a_collective():
     mesh = mesh_of((4, 2))
     (q, k, v), indices = small(lead=(4,), N=4, K=2)
