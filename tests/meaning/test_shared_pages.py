@@ -63,7 +63,8 @@ def assert_same(got, expected, atol):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-ROWS = {"N": 8, "K": 1, "counts": (1, 1, 1, 0, 1), "tokens": 6}  # of a batch that only decodes
+# Of a batch that only decodes: one flash_common has the pages in common and what is behind them.
+ROWS = {"N": 8, "K": 1, "H": 72, "counts": (1, 1, 1, 0, 1), "tokens": 6}
 CASES = {
     "rows, new keys": (draw(**ROWS), {"rotary_base": 100.0}, 2e-6),
     "rows, sinks": (draw(**ROWS, new=False) | {"sinks": jnp.arange(-2.0, 6.0)}, {}, 2e-6),
@@ -82,7 +83,10 @@ def test_it_changes_nothing(name, backend):
     arrays, options, atol = CASES[name]
     options = options | {"precision": "highest", "backend": backend}
     expected = run(arrays, **options)
-    assert_same(run(arrays | {"shared_pages": SHARED}, **options), expected, atol)
+    shared = arrays | {"shared_pages": SHARED}
+    assert_same(run(shared, **options), expected, atol)
+    text = str(jax.make_jaxpr(lambda x: run(x, **options))(shared))
+    assert ("tails=True" in text) == name.startswith("rows")
 
 
 def test_in_eight_bits():
