@@ -93,7 +93,7 @@ class CommonSchedule:
     def finish_resident(self) -> int:
         """CTAs of flash_backward_finish on a multiprocessor: of three each has 168 registers.
 
-        What computes rows again needs them, and more of float32 or many terms.
+        What computes rows again needs them, and more where results are float32.
         """
         return 2 if is_wide(self.problem) else 3
 

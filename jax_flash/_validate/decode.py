@@ -101,6 +101,12 @@ class Caches:
     def check_query(self, q: jax.Array) -> None:
         """Checks that a query `[*B, T, N, H]` and the keys fit each other."""
         k, name = self.key, self.names[0]
+        if self.page_table is not None and not isinstance(k.shape[1], int):
+            raise ValueError(
+                f"{name} has shape {k.shape}; expected positions of a page (the second dim) that "
+                "are known where the call is exported: kernels are compiled for them. How many "
+                "pages there are may be symbolic"
+            )
         if self.latent_rows and (q.dtype != jnp.bfloat16 or q.shape[-1] != _latent_rows.DIM):
             raise (TypeError if q.dtype != jnp.bfloat16 else ValueError)(
                 f"query has dtype {q.dtype} and shape {q.shape}; expected bfloat16 of "

@@ -89,6 +89,26 @@ def test_an_export_with_a_symbolic_head_dim_says_what_may_be_symbolic():
             jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(*shapes)
 
 
+@pytest.mark.parametrize("symbol", ["p", "s"])
+def test_an_export_of_pages_knows_their_size(symbol):
+    (x,) = jax.export.symbolic_shape(symbol)
+    pages, size = (x, 4) if symbol == "p" else (6, x)
+    cache = jax.ShapeDtypeStruct((pages, size, N, H), jnp.float32)
+    table, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, 3), (B,)))
+    query = jax.ShapeDtypeStruct((B, 1, N, H), jnp.float32)
+
+    @jax.jit
+    def call(q, k, table, lengths):
+        return jax_flash.decode_attention(q, k, k, lengths, page_table=table)
+
+    export = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)
+    if symbol == "p":
+        assert export(query, cache, table, lengths).out_avals[0].shape == (B, 1, N, H)
+        return
+    with pytest.raises(ValueError, match=r"key_cache has shape \(6, s, .*positions of a page"):
+        export(query, cache, table, lengths)
+
+
 def test_an_export_for_another_platform_than_the_backends_names_it():
     call = jax.jit(functools.partial(jax_flash.flash_attention, backend="cpu"))
     export = jax.export.export(call, platforms=["cpu", "tpu"])
