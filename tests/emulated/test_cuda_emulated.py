@@ -151,6 +151,7 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
         (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
         (C("blocks", T=200, S=400, N=2, K=1, blocks=("1n", 128), dropout=0.2), 1),
         (C("window, one block of keys", T=300, S=100, N=4, K=2, H=128, window=(70, 0)), 1),
+        (C("a tile", N=4, K=1, batch=(2,), T=64, S=60, mask="b11s", mask_density=0.7), 1),
         (C("wide, lengths", T=150, S=60, N=3, K=1, H=208, kv_lengths=(50,)), 1),
         (C("wide, pairs, odd blocks", T=70, S=13 * 64 - 3, N=4, K=1, H=192), 2),
         (C("wide, one block of keys", T=150, S=60, N=2, K=1, H=256, causal=True), 1),

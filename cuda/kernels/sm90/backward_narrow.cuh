@@ -121,7 +121,7 @@ struct ScorerParts {
                                            const float (&dk)[kHead / 2],
                                            const float (&dv)[kValue / 2]) {
     const int block = (u.batch * p.kv_heads + u.kv_head) * key_blocks(p) + u.key0 / kKeys;
-    const int slab_index = block * 2 + which, leader = threadIdx.x % 128 == 0;
+    const int slab_index = block * kScoreWarpgroups + which, leader = threadIdx.x % 128 == 0;
     const int part = (u.head - u.kv_head * group_size(p)) / unit_heads(p);
     int* turn = p.key_turns + slab_index;
     if constexpr (kDeterministic) {
