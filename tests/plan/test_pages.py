@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from jax_flash import _gpu
 from jax_flash._gpu.spec import GPUS
-from jax_flash._ops.common import parts_of
+from jax_flash._ops.common import Common, parts_of
 from jax_flash._ops.prefill import Prefill
 from jax_flash._problem import Problem, Shapes
 
@@ -166,6 +166,24 @@ def test_parts_of_pages_in_common_fill_rounds(tokens, heads, positions, parts):
         SHAPES, q_len=tokens, q_heads=heads[0], kv_heads=heads[1], kv_len=positions
     )
     assert parts_of(shapes) == parts
+
+
+@pytest.mark.parametrize("tokens", [64, 700, 4096])
+@pytest.mark.parametrize("heads", [(8, 2), (64, 8)])
+def test_units_with_tails_have_a_lane_for_each_token(tokens, heads):
+    """Many tokens of many parts, too: as many without tails have units of 192 rows."""
+    changes = {"q_len": tokens, "q_heads": heads[0], "kv_heads": heads[1]}
+    problem = Problem("bfloat16", 0.125, bottom_right=True)
+    found = set()
+    for positions in (512, 8192, 1 << 17):
+        for parts in (1, 3, 33):
+            for tails in (False, True):
+                call = Common(problem, None, count=parts, tails=tails)
+                assert tails <= (refused(call=call, kv_len=positions, **changes) == "")
+                made = tiling(call, kv_len=positions, **changes)
+                assert not tails or made.block_q // made.packed_heads <= 32
+                found.add((tails, made.consumers))
+    assert found == {(False, 2), (False, 3), (True, 2)}
 
 
 def test_sinks_of_each_member_take_pieces():
