@@ -150,10 +150,12 @@ struct Line {
     }
   }
 
-  // Calls visit(unit, blocks) for a part's blocks of every unit, in order.
-  template <class Visit>
-  __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
-    const int end = begin_of(share.part + 1);
+  // Calls visit(unit, blocks) for a part's blocks of every unit, in order. With kParks where it
+  // stands lies in shared memory meanwhile, four words of a warp: visits have no register to spare.
+  template <bool kParks = false, class Visit>
+  __device__ __forceinline__ void walk(const Share& share, Visit visit,
+                                       [[maybe_unused]] uint32 parked = 0) const {
+    int end = begin_of(share.part + 1);
     int at = begin_of(share.part), from = 0, before = 0, length = 0;
     while (at < end) {
       Unit unit{from, length, before, blocks_of(p, length)};
@@ -165,11 +167,22 @@ struct Line {
       } else {
         from = unit.batch;
       }
-      const int stop = min(end, unit.end());
-      const int shift = unit.blocks.begin - unit.start;
-      visit(unit, Range{at + shift, stop + shift});
-      at = stop;
+      int stop = min(end, unit.end());
       before = kAsksAhead ? unit.end() : unit.start;
+      const int shift = unit.blocks.begin - unit.start;
+      if constexpr (kParks) {
+        if (ptx::fresh_lane() == 0) ptx::store_shared_x4(parked, end, stop, from, before);
+        __syncwarp();
+        visit(unit, Range{at + shift, stop + shift});
+        end = ptx::load_shared(parked);
+        stop = ptx::load_shared(parked + 4);
+        from = ptx::load_shared(parked + 8);
+        before = ptx::load_shared(parked + 12);
+        __syncwarp();
+      } else {
+        visit(unit, Range{at + shift, stop + shift});
+      }
+      at = stop;
     }
   }
 };

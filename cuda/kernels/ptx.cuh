@@ -295,6 +295,14 @@ __device__ __forceinline__ uint16 pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// Bytes of a register by the nibbles of a selector, the first in the low one; 8 and more are a
+// byte's sign, eight times.
+template <uint32 kSelector>
+__device__ __forceinline__ uint32 permute(uint32 four) {
+  uint32 result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(four), "n"(kSelector));
+  return result;
+}
 // a * b + c on both halves.
 __device__ __forceinline__ uint32 fma_bfloat16(uint32 a, uint32 b, uint32 c) {
   uint32 result;

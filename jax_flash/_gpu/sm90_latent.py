@@ -114,8 +114,8 @@ class LatentTiling:
         tiles = 3 * self.block_kv * 2 * self.head_dim
         told = 4 * (2 + 4) * self.head_rows + 4 * 2 * self.block_kv
         barriers = 8 * (2 * (self.head_dim // 64 + 2) + 2)
-        incoming = 4 * 128 * 16 + 8 if self.latent_rows else 0  # a multiple of 16 in all
-        return tiles + told + barriers + 8 + incoming
+        incoming, parked = (4 * 128 * 16, 4 * 16) if self.latent_rows else (0, 16)
+        return tiles + told + barriers + 16 + incoming + parked
 
     def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, by name."""

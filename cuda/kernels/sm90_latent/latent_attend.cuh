@@ -62,10 +62,9 @@ struct LatentConsumer {
       int block = ptx::uniform(range.begin);
       for (; block + 1 < end; block += 2) add_pair</*kBoth=*/true>(block, block + 2 >= end);
       if (block < end) add_pair</*kBoth=*/false>(block, true);
-      const int at = unit.start + range.begin - unit.blocks.begin;
       const bool is_whole = range.begin == unit.blocks.begin && range.end == unit.blocks.end;
       const LatentResults<kGroup> results{p, share, shared, unit, output, state.base};
-      results.finish(state.sum, units, is_whole, at == line.begin_of(share.part));
+      results.finish(state.sum, units, is_whole, units == 0);
       ++units;
     });
   }

@@ -19,25 +19,28 @@ struct LatentLoader {
   bool is_coming = false;        // the last block, by cp.async, of which nobody has been told
 
   __device__ __forceinline__ void run(const Line& line) {
-    line.walk(share, [&](const Unit& unit, const Range& range) {
-      if constexpr (kPackedRows) {
-        load_packed(unit, range);
-        return;
-      }
-      Boxes boxes(p, unit, range);
-      load_queries(unit);
+    line.walk<kPackedRows>(
+        share,
+        [&](const Unit& unit, const Range& range) {
+          if constexpr (kPackedRows) {
+            load_packed(unit, range);
+            return;
+          }
+          Boxes boxes(p, unit, range);
+          load_queries(unit);
 #pragma unroll 1
-      for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
-        if constexpr (kByThreads) {
-          load_rows(boxes);
-        } else {
-          load(boxes);
-        }
-        ++blocks;
-        boxes.move();
-      }
-      if constexpr (kByThreads) tell_of_last();
-    });
+          for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
+            if constexpr (kByThreads) {
+              load_rows(boxes);
+            } else {
+              load(boxes);
+            }
+            ++blocks;
+            boxes.move();
+          }
+          if constexpr (kByThreads) tell_of_last();
+        },
+        ptx::shared_address(shared.parked + (kPackedRows ? warp : 0)));
   }
 
   __device__ __forceinline__ void load_queries(const Unit& unit) {
@@ -142,60 +145,89 @@ struct LatentLoader {
 
   // All blocks of a unit.
   __device__ __forceinline__ void load_packed(const Unit& unit, const Range& range) {
-    const PackedSteps steps{p, unit, shared, warp};
-    int block = range.begin;
-    int slots = steps.slot(steps.page(block), block);
-    int page = steps.page(block + 1);
-    steps.prefetch(slots);
-    float2 scales = steps.scales(slots);
-    load_queries(unit);
+    constexpr int kTurns = PackedSteps::kTurns;
+    PackedSteps steps(p, unit, shared, warp);
+    int block = ptx::uniform(range.begin);
+    const int end = ptx::uniform(range.end);
+    int slots[kTurns], next[kTurns];
+    PackedSteps::Found found[kTurns];
 #pragma unroll
-    for (int step = 0; step + 1 < PackedSteps::kPlaces; ++step) steps.load(slots, 0, step);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      slots[turn] = steps.slot(steps.find(block, turn), block, turn);
+      next[turn] = steps.slot(steps.find(block + 1, turn), block + 1, turn);
+      found[turn] = steps.find(block + 2, turn);
+    }
+#pragma unroll
+    for (int step = 0; step + 1 < PackedSteps::kSteps; ++step) steps.load(slots[0], 0, step, true);
+    steps.load_scales(slots, steps.scales);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) steps.prefetch(next[turn], true);
+    load_queries(unit);
 #pragma unroll 1
-    while (true) {
-      const uint32 stage = stage_of_block(blocks), parity = parity_of_block(blocks);
-      const uint32 keys = ptx::shared_address(shared.keys[stage]);
-      const uint32 full = ptx::shared_address(shared.full[stage]);
-      int next = kNotNeeded;
-      if (++block < range.end) {
-        next = steps.slot(page, block);
-        page = steps.page(block + 1);
-        steps.prefetch(next);
-      }
+    for (; block < end; ++block) {
+      float scales[kTurns][2];
+      steps.load_scales(next, scales);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        ptx::barrier_wait(ptx::shared_address(&shared.empty[stage][half]), parity ^ 1);
+        const uint32 number = ptx::opaque(blocks), stage = stage_of_block(number);
+        const uint32 keys =
+            ptx::shared_address(shared.keys[0]) + stage * kKeyBytes + half * kHalfBoxes * kBoxBytes;
+        ptx::barrier_wait(ptx::shared_address(&shared.empty[0][0]) + 8 * (2 * stage + half),
+                          parity_of_block(number) ^ 1);
         __syncwarp();
-        if (half == 1) {
-          steps.copy_plain(slots, keys);
-        } else {
-          const bool lacks = __any_sync(0xffffffffu, slots == kNone);
-          if (threadIdx.x % 32 == 0) {
+        if (half == 0) {
+          bool lacks = false;
+#pragma unroll
+          for (int turn = 0; turn < kTurns; ++turn) lacks = lacks || slots[turn] == kNone;
+          lacks = __any_sync(0xffffffffu, lacks);
+          if (ptx::fresh_lane() == 0) {
             reinterpret_cast<unsigned char*>(&shared.spoiled[stage])[warp] = lacks;
           }
-        }
-        bool is_right = true;
-#pragma unroll 2
-        for (int step = 0; step < PackedSteps::kSteps; ++step) {
-          const int later = step + PackedSteps::kPlaces - 1;
-          if (later < PackedSteps::kSteps) {
-            steps.load(slots, half, later);
-          } else {
-            steps.load(half == 0 ? slots : next, half ^ 1, later - PackedSteps::kSteps);
+        } else {
+#pragma unroll
+          for (int turn = 0; turn < kTurns; ++turn) {
+            steps.copy_plain(slots[turn], turn, keys + kHalfBoxes * kBoxBytes);
+            steps.prefetch(steps.slot(found[turn], block + 2, turn), block + 2 < end);
           }
-          ptx::copy_async_wait_but<PackedSteps::kPlaces - 1>();
-          is_right &= steps.store(scales, half, step, keys);
         }
-        if (!__all_sync(0xffffffffu, is_right)) steps.store_slowly(slots, half, keys);
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const bool is_last = turn + 1 == kTurns, asks = !is_last || half == 0 || block + 1 < end;
+          const int coming = !is_last ? slots[turn + 1] : half == 0 ? slots[0] : next[0];
+          steps.take_scale(half, turn);
+#pragma unroll
+          for (int step = 0; step < PackedSteps::kSteps; ++step) {
+            if (step == 0) {
+              steps.load(slots[turn], half, PackedSteps::kSteps - 1, true);
+            } else {
+              steps.load(coming, is_last ? half ^ 1 : half, step - 1, asks);
+            }
+            ptx::copy_async_wait_but<PackedSteps::kSteps - 1>();
+            steps.store(turn, step, keys);
+          }
+        }
+        if (!steps.is_right()) {
+#pragma unroll
+          for (int turn = 0; turn < kTurns; ++turn) {
+            steps.store_slowly(slots[turn], half, turn, keys);
+          }
+        }
         ptx::fence_async_proxy();
         __syncwarp();
         const int lane = ptx::fresh_lane(), boxes = half == 0 ? kHalfBoxes : kKeyBoxes - kHalfBoxes;
-        if (lane < boxes) ptx::barrier_arrive(full + 8 * (kHalfBoxes * half + lane));
+        const uint32 full = ptx::shared_address(&shared.full[0][0]) +
+                            8 * (ptx::opaque(blocks) % 2 * kKeyBoxes + half * kHalfBoxes);
+        if (lane < boxes) ptx::barrier_arrive(full + 8 * lane);
       }
-      slots = next;
-      scales = steps.scales(slots);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        slots[turn] = next[turn];
+        next[turn] = steps.slot(found[turn], block + 2, turn);
+        found[turn] = steps.find(block + 3, turn);
+        steps.scales[turn][0] = scales[turn][0];
+        steps.scales[turn][1] = scales[turn][1];
+      }
       ++blocks;
-      if (block >= range.end) break;
     }
     ptx::copy_async_wait();
   }

@@ -2,8 +2,10 @@
 // four float32 scales of 128 of these each, 64 bfloat16.
 //
 // The four warps that load have 16 rows of a block each. They copy them to shared memory as they
-// are, four rows at a time, and write bfloat16 to where the block lies while the next four come.
-// The rows of the block that follows come to L2 meanwhile.
+// are, two rows at a time, and write bfloat16 to where the block lies while the next six come. Rows
+// of blocks that follow come to L2 meanwhile. A warp is alone on its scheduler and waits for
+// instructions, not for memory: so they are few, and no load goes through registers that the next
+// turn of a loop has, since these are copied, and copies wait.
 #pragma once
 
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1
@@ -15,30 +17,35 @@ inline constexpr int kPackedBytes = 656;
 inline constexpr int kPackedScalesAt = 512, kPackedPlainAt = 528;
 static_assert(!kPackedRows || (kBFloat16 && kHeadDim == 576 && !kAppends));
 
-// A float32 as a sum of two bfloat16, each in both halves of a register, times 2^120.
+// A float32 times 2^120 as a sum of two bfloat16: the larger one in the high half.
+__device__ __forceinline__ uint32 split_scale(float scale) {
+  const float large = scale * 0x1p120f;
+  const uint32 high = ptx::pack_bfloat16(0.0f, large);
+  return high | ptx::pack_bfloat16(large - __uint_as_float(high), 0.0f);
+}
+// Its product with 2^-120 of any e4m3 is finite.
+__device__ __forceinline__ bool is_plain_scale(float scale) { return fabsf(scale) < 0x1p7f; }
+// The two bfloat16, each in both halves of a register.
 struct PackedScale {
   uint32 high, low;
-  __device__ __forceinline__ explicit PackedScale(float scale) {
-    const float large = scale * 0x1p120f;
-    high = ptx::pack_bfloat16(large, large);
-    const float rest = large - __uint_as_float(high << 16);
-    low = ptx::pack_bfloat16(rest, rest);
-  }
-  // Its product with 2^-120 of any e4m3 is finite.
-  static __device__ __forceinline__ bool is_plain(float scale) { return fabsf(scale) < 0x1p7f; }
+  __device__ __forceinline__ explicit PackedScale(uint32 both)
+      : high(ptx::permute<0x3232>(both)), low(ptx::permute<0x1010>(both)) {}
 };
 
+inline constexpr uint32 kNanPair = 0x08000800u;  // beyond 480 in one of two
 // Four e4m3 times their scale, as four bfloat16: to nearest, but for one in 200 of scales that are
 // no power of two, which lie in the middle of two. As a bfloat16 with the same sign, exponent and
-// mantissa a number is 2^-120 of itself, denormal or not; NaN is 480.
-__device__ __forceinline__ uint2 scaled(uint32 four, const PackedScale& scale) {
-  const uint32 low = four << 4 & 0xf0f0f0f0u;
-  const uint32 high = (four & 0x80808080u) | (four >> 4 & 0x07070707u);
-  const auto product = [&](uint32 x) {
-    return ptx::fma_bfloat16(x, scale.high, ptx::fma_bfloat16(x, scale.low, 0));
-  };
-  return make_uint2(product(__byte_perm(low, high, 0x5140)),
-                    product(__byte_perm(low, high, 0x7362)));
+// mantissa a number is 2^-120 of itself, denormal or not; NaN is 480. A byte with eight times its
+// sign ahead, shifted by four, has all of these in their places.
+__device__ __forceinline__ uint2 scaled(uint32 four, const PackedScale& scale, uint32& found) {
+  uint32 pairs[2] = {ptx::permute<0x9180>(four), ptx::permute<0xb3a2>(four)};
+#pragma unroll
+  for (uint32& pair : pairs) {
+    pair = pair << 4 & 0x87f087f0u;
+    found |= pair + 0x00100010u;
+    pair = ptx::fma_bfloat16(pair, scale.high, ptx::fma_bfloat16(pair, scale.low, 0));
+  }
+  return make_uint2(pairs[0], pairs[1]);
 }
 // The same of any scale and any bytes.
 __device__ __forceinline__ uint2 scaled_slowly(uint32 four, float scale) {
@@ -52,106 +59,108 @@ __device__ __forceinline__ uint2 scaled_slowly(uint32 four, float scale) {
   return make_uint2(halves[0], halves[1]);
 }
 
-// A warp's rows of a block, `warp` of four. A step is 256 features of four of these rows: a lane
-// has 16 features of every other row, and copies them to a place of its own (`incoming`): it has
-// few registers, since the two warpgroups that compute have all but 72. A lane knows where row lane
-// % 16 lies.
+// A warp's rows of a block, `warp` of kLoaders. A step is 256 features of two rows: a lane has 16
+// of one of them. Four steps of a half are a turn. A lane knows where its row_of(lane % 4) of each
+// turn lies, so four lanes side by side know all rows that one of them has.
 struct PackedSteps {
-  static constexpr int kRows = kBlockKV / 4;
-  static constexpr int kLoads = 2;                     // of a lane and step
-  static constexpr int kSteps = kRows / (2 * kLoads);  // of a half of the boxes
-  static constexpr int kPlaces = 4 / kLoads;           // of steps; all but one are under way
+  static constexpr int kRows = kBlockKV / kLoaders;
+  static constexpr int kSteps = 4, kTurns = kRows / (2 * kSteps);  // of a half of the features
 
   const DecodeParams& p;
   const Unit& unit;
   LatentShared& shared;
   int warp;
+  uint32 to;                // where this lane's features of step 0 lie in a half of a block
+  float scales[kTurns][2];  // this lane's, of the halves of a block
+  uint32 scale;             // in the turn that is stored, by split_scale
+  uint32 found = 0;         // of a half: kNanPair is in it if a byte is NaN
 
-  // The number of a page, as the table has it: it comes while another block is loaded.
-  __device__ __forceinline__ int page(int block) const {
-    const int position = position_of(block);
-    if (!kPaged || !is_needed(position)) return 0;
-    return p.page_table[static_cast<int64>(unit.batch) * p.columns + position / p.page_size];
+  __device__ __forceinline__ PackedSteps(const DecodeParams& p, const Unit& unit,
+                                         LatentShared& shared, int warp)
+      : p(p), unit(unit), shared(shared), warp(warp) {
+    const int lane = threadIdx.x % 32;
+    to = chunk_address<kBlockKV>(lane / 8 * kBoxBytes, warp * kRows + lane / 4 % 2, lane % 4 * 2);
   }
-  // Where the row lies, counted over all pages, or kNotNeeded, or kNone.
-  __device__ __forceinline__ int slot(int page, int block) const {
-    const int position = position_of(block);
-    if (!is_needed(position)) return kNotNeeded;
-    if constexpr (!kPaged) return unit.batch * p.page_size + position;
-    if (page < 0 || page >= p.pages) return kNone;
-    return page * p.page_size + position % p.page_size;
+
+  // The number of a row's page, as the table has it, and the row in it: they come while other
+  // blocks are loaded. In the place of a row that is not needed there is one that is, by its side.
+  struct Found {
+    int page, row;
+  };
+  __device__ __forceinline__ Found find(int block, int turn) const {
+    if constexpr (!kPaged) return {};
+    const int position = position_of(block, turn), page = position / p.page_size;
+    return {p.page_table[static_cast<int64>(unit.batch) * p.columns + page],
+            position - page * p.page_size};
+  }
+  // Where the row lies, counted over all pages, or kNone.
+  __device__ __forceinline__ int slot(const Found& of, int block, int turn) const {
+    if constexpr (!kPaged) return unit.batch * p.page_size + position_of(block, turn);
+    return of.page < 0 || of.page >= p.pages ? kNone : of.page * p.page_size + of.row;
   }
 
   // Whole warps call what is below. Brings the rows to L2, a line for each lane.
-  __device__ __forceinline__ void prefetch(int slots) const {
+  __device__ __forceinline__ void prefetch(int slots, bool asks) const {
     const int lane = ptx::fresh_lane(), at = lane % 8 * 128;
-#pragma unroll 2
-    for (int i = 0; i < kRows / 4; ++i) {
-      const int slot = __shfl_sync(0xffffffffu, slots, 4 * i + lane / 8);
-      if (slot >= 0 && at < kPackedBytes) ptx::prefetch_l2(start(slot) + at);
-    }
-  }
-  // The scales of row lane / 2: of features 0 to 255 in even lanes, of the rest in odd ones.
-  __device__ __forceinline__ float2 scales(int slots) const {
-    const int lane = ptx::fresh_lane(), slot = __shfl_sync(0xffffffffu, slots, lane / 2);
-    if (slot < 0) return make_float2(0.0f, 0.0f);
-    return *reinterpret_cast<const float2*>(start(slot) + kPackedScalesAt + lane % 2 * 8);
-  }
-  // Zeros in the place of a row that is not needed.
-  __device__ __forceinline__ void load(int slots, int half, int step) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int slot = __shfl_sync(0xffffffffu, slots, row_of(step * kLoads + i));
-      ptx::copy_async_past_l1(ptx::shared_address(place(step, i)),
-                              reinterpret_cast<uint64>(start(max(slot, 0)) + features_at(half)),
-                              slot >= 0);
+    for (int i = 0; i < 2; ++i) {
+      const int slot = __shfl_sync(0xffffffffu, slots, 4 * i + lane / 8);
+      if (asks && slot >= 0 && at < kPackedBytes) ptx::prefetch_l2(start(slot) + at);
     }
+  }
+  // Asks for a step's bytes; zeros for those of a row that lies nowhere.
+  __device__ __forceinline__ void load(int slots, int half, int step, bool asks) const {
+    const int slot = __shfl_sync(0xffffffffu, slots, step, kSteps);
+    ptx::copy_async_past_l1(ptx::shared_address(place(step)),
+                            reinterpret_cast<uint64>(start(max(slot, 0)) + features_at(half)),
+                            asks && slot >= 0);
     ptx::copy_async_commit();
   }
-  // A lane's 16 features are two pieces of a box's row; lanes with odd rows have the other banks.
-  // Returns whether all numbers are what they should be: else store_slowly has to do it again.
-  __device__ __forceinline__ bool store(const float2& scales, int half, int step,
-                                        uint32 keys) const {
-    uint32 found = 0;  // bytes that are NaN
-    bool is_plain = true;
-    uint4 bytes[kLoads];
+  // A block ahead: of one turn ahead the compiler waits for them.
+  __device__ __forceinline__ void load_scales(const int (&slots)[kTurns],
+                                              float (&of)[kTurns][2]) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) bytes[i] = *place(step, i);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int number = step * kLoads + i, from = 2 * row_of(number) + half;
-      const float left = __shfl_sync(0xffffffffu, scales.x, from);
-      const float right = __shfl_sync(0xffffffffu, scales.y, from);
-      const float factor = threadIdx.x % 32 < 16 ? left : right;
-      const uint4& x = bytes[i];
-      found |= ((x.x & 0x7f7f7f7fu) + 0x01010101u) | ((x.y & 0x7f7f7f7fu) + 0x01010101u);
-      found |= ((x.z & 0x7f7f7f7fu) + 0x01010101u) | ((x.w & 0x7f7f7f7fu) + 0x01010101u);
-      is_plain = is_plain && PackedScale::is_plain(factor);
-      const PackedScale scale(factor);
-      store_piece(keys, half, number, x, [&](uint32 four) { return scaled(four, scale); });
+    for (int i = 0; i < 2 * kTurns; ++i) {
+      const int slot = slots[i / 2];
+      of[i / 2][i % 2] = !kPaged || slot >= 0 ? *scale_at(slot, i % 2) : 1.0f;
     }
-    return is_plain && (found & 0x80808080u) == 0;
   }
-  // Does all of a half.
-  __device__ __forceinline__ void store_slowly(int slots, int half, uint32 keys) const {
+  // Ahead of a turn's steps.
+  __device__ __forceinline__ void take_scale(int half, int turn) {
+    const float own = half == 0 ? scales[turn][0] : scales[turn][1];
+    scale = split_scale(own);
+    if (!is_plain_scale(own)) found |= kNanPair;
+  }
+  // A lane's 16 features are two pieces of a box's row; lanes with odd rows have the other banks.
+  __device__ __forceinline__ void store(int turn, int step, uint32 keys) {
+    const uint4 x = *place(step);
+    const PackedScale own(__shfl_sync(0xffffffffu, scale, step, kSteps));
+    store_piece(keys, turn, step, x, [&](uint32 four) { return scaled(four, own, found); });
+  }
+  // Whether all numbers of a half were what they should be: else store_slowly has to do it again.
+  __device__ __forceinline__ bool is_right() {
+    const bool is_wrong = (found & kNanPair) != 0;
+    found = 0;
+    return !__any_sync(0xffffffffu, is_wrong);
+  }
+  // Does all of a turn.
+  __device__ __forceinline__ void store_slowly(int slots, int half, int turn, uint32 keys) const {
 #pragma unroll 1
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int slot = __shfl_sync(0xffffffffu, slots, row_of(i));
+    for (int step = 0; step < kSteps; ++step) {
+      const int slot = __shfl_sync(0xffffffffu, slots, step, kSteps);
       if (slot < 0) continue;
-      const unsigned char* const row = start(slot);
-      const uint4 bytes = *reinterpret_cast<const uint4*>(row + features_at(half));
-      const float scale = *reinterpret_cast<const float*>(row + kPackedScalesAt + half * 8 +
-                                                          threadIdx.x % 32 / 16 * 4);
-      store_piece(keys, half, i, bytes, [&](uint32 four) { return scaled_slowly(four, scale); });
+      const uint4 all = *reinterpret_cast<const uint4*>(start(slot) + features_at(half));
+      const float factor = *scale_at(slot, half);
+      store_piece(keys, turn, step, all, [&](uint32 four) { return scaled_slowly(four, factor); });
     }
   }
   // Features that are bfloat16: eight lanes a row. They are there when the next step's are.
-  __device__ __forceinline__ void copy_plain(int slots, uint32 keys) const {
+  __device__ __forceinline__ void copy_plain(int slots, int turn, uint32 box) const {
     const int lane = ptx::fresh_lane();
-    const uint32 box = keys + (kKeyBoxes - 1) * kBoxBytes;
-#pragma unroll 2
-    for (int i = 0; i < kRows / 4; ++i) {
-      const int row = 4 * i + lane / 8, slot = __shfl_sync(0xffffffffu, slots, row);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = turn * 2 * kSteps + 2 * (lane / 8) + i,
+                slot = __shfl_sync(0xffffffffu, slots, 4 * i + lane / 8);
       const unsigned char* const from = start(max(slot, 0)) + kPackedPlainAt + lane % 8 * 16;
       ptx::copy_async_past_l1(chunk_address<kBlockKV>(box, warp * kRows + row, lane % 8),
                               reinterpret_cast<uint64>(from), slot >= 0);
@@ -159,39 +168,37 @@ struct PackedSteps {
   }
 
  private:
+  __device__ __forceinline__ uint4* place(int step) const {
+    return &shared.incoming[step * kGroupThreads + threadIdx.x];
+  }
+  __device__ __forceinline__ int position_of(int block, int turn) const {
+    const Range needed = positions_of(p, ptx::opaque(unit.length));
+    const int row =
+        block * kBlockKV + warp * kRows + turn * 2 * kSteps + row_of(ptx::fresh_lane() % 4);
+    return min(max(row, needed.begin), needed.end - 1);
+  }
   __device__ __forceinline__ const unsigned char* start(int slot) const {
     return static_cast<const unsigned char*>(p.key_data) + static_cast<int64>(slot) * kPackedBytes;
   }
-  // The row that a lane has by this number.
-  static __device__ __forceinline__ int row_of(int number) {
-    return 2 * number + threadIdx.x / 4 % 2;
-  }
+  // The row that this lane has of a step.
+  static __device__ __forceinline__ int row_of(int step) { return 2 * step + threadIdx.x / 4 % 2; }
   static __device__ __forceinline__ int features_at(int half) {
     return half * 256 + (threadIdx.x % 32 / 8 * 4 + threadIdx.x % 4) * 16;
   }
-  __device__ __forceinline__ uint4* place(int step, int i) const {
-    return &shared.incoming[(step % kPlaces * kLoads + i) * kGroupThreads + threadIdx.x];
+  __device__ __forceinline__ const float* scale_at(int slot, int half) const {
+    return reinterpret_cast<const float*>(start(slot) + kPackedScalesAt + half * 8 +
+                                          threadIdx.x % 32 / 16 * 4);
   }
   template <class Convert>
-  __device__ __forceinline__ void store_piece(uint32 keys, int half, int number, const uint4& bytes,
+  __device__ __forceinline__ void store_piece(uint32 keys, int turn, int step, const uint4& all,
                                               Convert convert) const {
-    const int lane = threadIdx.x % 32;
     // A swizzle is an exclusive or of three bits of the row.
-    const uint32 first = chunk_address<kBlockKV>(keys + (half * kHalfBoxes + lane / 8) * kBoxBytes,
-                                                 warp * kRows + lane / 4 % 2, lane % 4 * 2);
-    const uint32 to = (first + 2 * number * kBoxRowBytes) ^ 2 * number % 8 * 16;
-    uint2 left = convert(bytes.x), right = convert(bytes.y);
-    ptx::store_shared_x4(to, left.x, left.y, right.x, right.y);
-    left = convert(bytes.z);
-    right = convert(bytes.w);
-    ptx::store_shared_x4(to ^ 16, left.x, left.y, right.x, right.y);
-  }
-  __device__ __forceinline__ int position_of(int block) const {
-    return block * kBlockKV + warp * kRows + ptx::fresh_lane() % kRows;
-  }
-  __device__ __forceinline__ bool is_needed(int position) const {
-    const Range seen = positions_of(p, unit.length);
-    return position >= seen.begin && position < seen.end;
+    const uint32 at = keys + (to ^ 2 * step * 16) + 2 * (turn * kSteps + step) * kBoxRowBytes;
+    uint2 left = convert(all.x), right = convert(all.y);
+    ptx::store_shared_x4(at, left.x, left.y, right.x, right.y);
+    left = convert(all.z);
+    right = convert(all.w);
+    ptx::store_shared_x4(at ^ 16, left.x, left.y, right.x, right.y);
   }
 };
 
