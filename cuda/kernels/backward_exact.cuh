@@ -43,6 +43,15 @@ __device__ __forceinline__ Weights weights(const Params& p, int batch, int head,
   if (!kept) dp = 0.f;
   return {kept ? probability : 0.f, probability * (dp + minus_delta) * slope, true};
 }
+// Is one of the warp's elements of dS beyond the range of float16? Then the tiled kernel had an
+// infinity there, though the sums may be finite.
+__device__ __forceinline__ bool leave_float16(const exact::Scores& gradients) {
+  if constexpr (!kSame<Element, Float16>) return false;
+  bool leaves = false;
+#pragma unroll
+  for (float x : gradients) leaves = leaves || fabsf(x) > 65504.f;
+  return __any_sync(0xffffffffu, leaves);
+}
 // Sixteen rows, from `first` on, of dq of one head, or of dk or dv of one key/value head, whose
 // query heads are `heads`. Computes columns of those that are marked, a bit each, in units of 64.
 enum class Repaired { kDq, kDk, kDv };
@@ -151,7 +160,7 @@ __device__ __forceinline__ void exact_gradient(const Params& p, const ExactRows&
         const void* const right = of_value ? right_value : right_head;
         const auto right_at = [&](int i) { return other(i) * kDim; };
         auto ahead = sums.load(right, right_at);
-        sums.add(scores, seen, ahead, right, right_at);
+        sums.add(scores, seen, ahead, right, right_at, leave_float16(scores));
       }
     }
 #pragma unroll

@@ -189,15 +189,20 @@ struct Sums {
   }
   // Adds weights times these rows, where bit i of `seen` is set for element i of the weights; else
   // the weight is zero. Returns whether a row of the lane has met a number that is not finite.
+  // `too_large`: a weight of the warp leaves the range of the elements, tensor cores have no part.
   template <class RightAt>
   __device__ __forceinline__ bool add(const Scores& weights, uint32 seen, Ahead& ahead,
-                                      const void* right_data, RightAt right_at) {
+                                      const void* right_data, RightAt right_at,
+                                      bool too_large = false) {
     uint32 single = 0xffff;  // rows to be added by themselves
-    if constexpr (kByTensor<Of>) single = add_finite(weights, ahead);
+    const bool by_tensor = kByTensor<Of> && !too_large;
+    if constexpr (kByTensor<Of>) {
+      if (by_tensor) single = add_finite(weights, ahead);
+    }
     bool met = false;
 #pragma unroll 1
     for (; single != 0; single &= single - 1) {
-      met |= add_single(weights, seen, __ffs(single) - 1, right_data, right_at);
+      met |= add_single(weights, seen, __ffs(single) - 1, right_data, right_at, by_tensor);
     }
     return met;
   }
@@ -262,7 +267,8 @@ struct Sums {
   // tensor cores have added the rest.
   template <class RightAt>
   __device__ __forceinline__ bool add_single(const Scores& weights, uint32 seen, int of,
-                                             const void* right_data, RightAt right_at) {
+                                             const void* right_data, RightAt right_at,
+                                             bool by_tensor) {
     const int owner = (lane() & ~3) | of % 8 / 2;
     const uint32 of_owner = __shfl_sync(0xffffffffu, seen, owner);
     float weight[2];
@@ -291,7 +297,7 @@ struct Sums {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           float& sum = values[element(part, row, i)];
-          if (sees[row] && !(kByTensor<Of> && finite)) sum = fmaf(weight[row], x.x[i], sum);
+          if (sees[row] && !(by_tensor && finite)) sum = fmaf(weight[row], x.x[i], sum);
         }
       }
     }
