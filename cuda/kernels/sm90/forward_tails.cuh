@@ -4,8 +4,8 @@
 // the pages in common; a part has some of them in a row. They are walked from the last, and stand
 // for positions in their order: the last for the first. So the rows of a token see in a part
 // positions that follow each other, and scores have a base when tails come, of which a row sees but
-// its own. Tensor cores multiply a tail by all rows of the unit: 128 rows take half as long as the
-// tail's bytes from memory.
+// its own. Tensor cores multiply a tail by all rows of the unit: by an H100's rates 128 rows take
+// half as long as the tail's bytes from memory.
 //
 // Juravsky et al., Hydragen (arXiv:2402.05099), has the two parts as two kernels.
 #pragma once

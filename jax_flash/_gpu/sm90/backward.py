@@ -424,7 +424,7 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
-_RISING_LONGEST = 8192
+_RISING_LONGEST = 8192  # at 16384 rising walks take 1.19 times as long as falling ones
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
