@@ -63,7 +63,7 @@ def assert_same(got, expected, atol):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-# Of a batch that only decodes: one flash_common has the pages in common and what is behind them.
+# A batch that only decodes: one flash_common has the pages in common and what is behind them.
 ROWS = {"N": 8, "K": 1, "H": 72, "counts": (1, 1, 1, 0, 1), "tokens": 6}
 CASES = {
     "rows, new keys": (draw(**ROWS), {"rotary_base": 100.0}, 2e-6),

@@ -363,7 +363,7 @@ class _Backward:
 
     @property
     def rising_heads(self) -> int:
-        """Heads that are walked together where walks rise: nobody waits, so they are few."""
+        """Heads that are walked together where walks rise: no CTA waits, so they are few."""
         if not self.rises:
             return 0
         heads = _l2_heads(self.unordered.problem, self.shapes)

@@ -122,8 +122,8 @@ class BackwardSchedule:
             return (24, 88, 200) if self.adds_boxes else (24, 72, 208)
         if self.tiling.wide:
             return (24, 72, 208) if self.tiling.stores_dq else (32, 64, 208)
-        if self.tiling.resident > 1:  # of 64k registers two or three CTAs have 32k or 20k each
-            return (24, 0, 232 if self.tiling.resident == 2 else 136)
+        if self.tiling.resident > 1:  # of 64k registers each of two CTAs has 32k
+            return (24, 0, 232)
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
 
     @property

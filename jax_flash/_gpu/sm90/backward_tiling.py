@@ -45,7 +45,7 @@ class BackwardTiling:
     halves: bool = False  # as for the forward, wide kernel
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
-    resident: int = 1  # CTAs of a multiprocessor; from 2 on of one score warpgroup, narrow kernel
+    resident: int = 1  # CTAs of a multiprocessor; two have one score warpgroup each, narrow kernel
     pairs: bool = False  # two CTAs of a cluster make half of the columns of dq: backward_pairs.cuh
 
     @property
