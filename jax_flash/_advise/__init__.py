@@ -29,7 +29,7 @@ class Finding:
     Attributes:
       kind: "causal", "window", "documents", "padding" or "nothing hidden", of a mask or bias that
         is only that; "bias", one that is a mask; "unknown", one that shapes alone do not tell;
-        "repeated heads"; "float32"; "xla".
+        "repeated heads"; "values in keys"; "float32"; "xla".
       place: "file.py:12 (function)", where the call stands; "" where that is not known.
       found: what the call has.
       instead: what to write in its place.
@@ -138,6 +138,8 @@ def _of_call(call: Call, graph: Graph, node: Node, gpu: _gpu.GpuSpec | None) -> 
                 if name in operands:
                     yield from _of_mask(name, graph, operands[name], node.place)
             yield from _of_heads(graph, operands, node.place)
+        if node.name != "flash_forward" or "indices" in operands:
+            yield from _of_values(graph, operands, node)
         yield from _of_dtype(graph, operands, node.place)
     yield from _of_backend(call, shapes, node, gpu)
 
@@ -184,6 +186,23 @@ def _of_heads(graph: Graph, operands: dict[str, Node], place: str) -> Iterator[F
             f"heads of {names} are repeated {count} times before the call",
             f"key and value of {own // count} heads as they are, beside {own} of query",
         )
+
+
+def _of_values(graph: Graph, operands: dict[str, Node], node: Node) -> Iterator[Finding]:
+    values = graph.origin(operands["v"])
+    if values.name != "slice" or values.aval.shape[:-1] != graph.inputs(values)[0].aval.shape[:-1]:
+        return
+    first, steps = values.equation.params["start_indices"], values.equation.params["strides"]
+    whole = graph.origin(graph.inputs(values)[0])
+    if any(first) or (steps and steps[-1] != 1) or whole is not graph.origin(operands["k"]):
+        return
+    dim = values.aval.shape[-1]
+    yield Finding(
+        "values in keys",
+        node.place,
+        f"the values are the first {dim} features of the keys, copied",
+        f"None for the values and value_dim={dim}: kernels read both at once",
+    )
 
 
 def _of_dtype(graph: Graph, operands: dict[str, Node], place: str) -> Iterator[Finding]:

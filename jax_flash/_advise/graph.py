@@ -136,6 +136,12 @@ class Graph:
             return []
         return [node.scope.node(atom) for atom in node.equation.invars]
 
+    def origin(self, node: Node) -> Node:
+        """Follows a value back through what only gives an array another shape."""
+        while node.name in ("reshape", "squeeze", "expand_dims", "copy"):
+            node = self.inputs(node)[0]
+        return node
+
     def value(self, node: Node) -> np.ndarray:
         """Computes a value.
 

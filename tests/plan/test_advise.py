@@ -144,6 +144,29 @@ def test_repeated_heads(repeat, times: int):
     assert all(f"repeated {times} times" in x.found for x in found)
 
 
+def latent(first: int, last: int, **options):
+    def attend(query, key):
+        return jax_flash.flash_attention(query, key, key[..., first:last], **options)
+
+    return attend
+
+
+def test_values_that_are_in_the_keys():
+    query, key = draw(B, T, N, 12), draw(B, T, 1, 12)
+    chosen = np.zeros((B, T, 4), np.int32)
+    assert kinds(latent(0, 8, indices=chosen), query, key) == ["values in keys"]
+    assert kinds(latent(4, 12, indices=chosen), query, key) == []  # not the first
+    assert kinds(latent(0, 8), query, key) == []  # only chosen keys are read faster so
+
+    def decode(query, cache):
+        lengths = np.full(B, 5, np.int32)
+        return jax_flash.decode_attention(query, cache, cache[..., :8], lengths)
+
+    (finding,) = jax_flash.advise(decode, query[:, :1], key).findings
+    assert finding.kind == "values in keys"
+    assert "value_dim=8" in finding.instead
+
+
 def test_float32_of_16_bits_and_where_it_came_from():
     narrow = [x.astype(jnp.bfloat16) for x in QKV]
 
