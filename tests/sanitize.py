@@ -4,7 +4,8 @@
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
 and all gradients, a forward pass in float8, a call of decode_attention or one of
-ragged_paged_attention, compared as elsewhere; `mma.sync` cases take the kernels of GPUs other than
+ragged_paged_attention (with shared pages, trees, pages of eight bits, latent pages), compared as
+elsewhere; `mma.sync` cases take the kernels of GPUs other than
 Hopper's. Every array is an allocation of its own, so that memcheck sees a step beyond its end;
 graphs are off, so that each launch is seen; the kernels are told of a GPU with two
 multiprocessors, so that each takes many tiles. racecheck and synccheck look at the kernels of this
@@ -49,7 +50,7 @@ from jax_flash import _gpu, _native
 from jax_flash._gpu import paged
 from jax_flash._gpu.sm90 import forward
 
-from . import decode_cases, float8_cases, quantized_cases, ragged_cases
+from . import decode_cases, float8_cases, quantized_cases, ragged_cases, serving_cases
 from .cases import BOTTOM_RIGHT, Case
 from .compare import compare_copies, compare_parts
 from .other_kernels import AsIfLong
@@ -127,6 +128,11 @@ CASES = (
     C("few rows", H=16, T=3, S=5, N=4, K=1),
     C("few rows deterministic", H=200, T=70, S=5, N=4, K=1, deterministic=True),
     C("few rows in halves", dtype="float32", precision="highest", H=24, T=3, S=5, N=4, K=1),
+    # Rows of one tile: a warpgroup has one, forward three of a CTA; sums of a bias by two queries.
+    C("one tile, bias and mask", H=32, N=4, T=64, S=64, batch=(9,), bias="1nts", mask="b11s"),
+    C("one tile, bias", H=64, N=3, T=50, S=40, batch=(5,), bias="bnts"),
+    C("one tile, mask", H=40, N=4, K=2, T=64, S=33, batch=(3,), mask="b1ts"),
+    C("narrow, bias and mask", H=32, T=200, S=200, batch=(2,), bias="1nts", mask="b11s"),
 )
 LONG = (  # as calls of many queries and keys
     C("three warpgroups 128", H=128, T=300, S=333, N=4, K=2, causal=True),
@@ -167,6 +173,16 @@ MMA_SYNC_DECODING = (
 OVER_PAGES = {
     **{f"pages {batch.name}": (batch, "pages") for batch, _ in ragged_cases.OVER_PAGES},
     **{f"mma.sync pages {x.name}": (x, "pages_sm80") for x in ragged_cases.OVER_PAGES_80},
+    **{
+        f"requests, {x.name}": (x, None)
+        for x in (
+            *serving_cases.IN_COMMON,
+            *serving_cases.WITH_TAILS,
+            *serving_cases.EIGHT_BITS,
+            *serving_cases.TREES,
+            *serving_cases.LATENT,
+        )
+    },
 }
 
 
@@ -201,7 +217,16 @@ class Float8:
 class Check:
     """One case, by the kernels that are taken for it or by a family that is put first."""
 
-    case: Case | decode_cases.Case | EightBits | Float8 | ragged_cases.Batch
+    case: (
+        Case
+        | decode_cases.Case
+        | EightBits
+        | Float8
+        | ragged_cases.Batch
+        | serving_cases.InCommon
+        | serving_cases.EightBitPages
+        | serving_cases.Tree
+    )
     family: str | None = None
     tiling: dict[str, int] | None = None  # of decode_attention
     long: bool = False  # as of many queries and keys
@@ -209,7 +234,7 @@ class Check:
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
         jax.clear_caches()  # of the same case by another family
-        if isinstance(self.case, Float8):
+        if isinstance(self.case, Float8 | serving_cases.InCommon):
             self.case.check()
             return
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
@@ -258,6 +283,7 @@ TOOLS = {
     "memcheck": (),
     "racecheck": ("--racecheck-report", "all", *OWN_KERNELS),
     "synccheck": OWN_KERNELS,
+    "initcheck": OWN_KERNELS,
 }
 REPORT = re.compile(r"^========= (?:Error|Warn|Invalid|Race|Out-of|Misaligned|Barrier)", re.M)
 SILENCE = 45  # seconds: the longest case takes 10

@@ -12,11 +12,10 @@ import pytest
 import jax_flash
 from jax_flash import _gpu
 from jax_flash._gpu import pages, pages_sm80
-from jax_flash._ops import common, shared
 
 from ..emulator import Emulator
-from ..numpy_oracle import DTYPES
 from ..ragged_cases import MIXED, OVER_PAGES, OVER_PAGES_80, Batch, Drawn, run
+from ..serving_cases import IN_COMMON, WITH_TAILS, InCommon
 
 
 @dataclasses.dataclass
@@ -108,98 +107,9 @@ class Mapped(Paged):
         return jax.tree.map(np.asarray, jax.jit(jax.vmap(call))(stacked))
 
 
-@dataclasses.dataclass
-class InCommon:
-    """A batch whose requests begin with pages in common, which that kernel computes for all."""
-
-    arrays: dict[str, Any]
-    options: dict[str, Any]
-    parts: int
-
-    def run(self, backend: str) -> jax_flash.Attended:
-        made = []
-
-        def parts_of(shapes: Any, *_: int) -> int:
-            made.append(shapes)
-            return self.parts
-
-        before = shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON
-        shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON = 0, parts_of, 0
-        jax.clear_caches()
-        try:
-            got = jax.tree.map(np.asarray, run(self.arrays, backend=backend, **self.options))
-        finally:
-            shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON = before
-        assert made, "another kernel has run"
-        return got
-
-
-@pytest.mark.parametrize(
-    ("N", "K", "H", "page", "parts"), [(16, 2, 128, 16, 3), (4, 4, 64, 64, 1), (6, 2, 72, 8, 2)]
-)
-def test_pages_in_common(N, K, H, page, parts, emulator: Emulator):
-    """Decoding, and a request of more tokens; a part of no page; what no token may see is NaN."""
-    leading, tokens = 4, 21
-    counts = np.array([1, 1, 5, 1, 1, 1, 4])  # the fourth begins otherwise, the fifth lacks a page
-    tails = np.array([0, 3, page, 9, 5, 2 * page - 9, 1])
-    drawn = (leading, tokens, counts, tails, 6)
-    check_in_common(N, K, H, page, parts, *drawn, {"softcap": 8.0}, emulator)
-
-
-@pytest.mark.parametrize(
-    ("N", "K", "H", "page", "parts", "leading"),
-    [(16, 2, 128, 64, 3, 5), (8, 2, 96, 16, 2, 4), (8, 1, 128, 128, 1, 1)],
-)
-def test_tails_beside_pages_in_common(N, K, H, page, parts, leading, emulator: Emulator):
-    """Tokens are rows: of a tail over several blocks, of none, of one that two parts have."""
-    rng = np.random.default_rng(page)
-    counts = np.ones(19, int)
-    counts[[7, 9, 11, 12, 13]] = 3, 0, 0, 0, 0  # two tokens are of no request
-    tails = rng.integers(0, 300, 19) * (rng.random(19) < 0.8)
-    columns = leading + -(-(tails.max() + 3) // page)
-    check_in_common(N, K, H, page, parts, leading, 19, counts, tails, columns, {}, emulator)
-
-
-def check_in_common(
-    N, K, H, page, parts, leading, tokens, counts, tails, columns, options, emulator
-):
-    """The fourth request begins otherwise, the fifth lacks a page; what nobody may see is NaN."""
-    rng = np.random.default_rng(N)
-    lengths = leading * page + counts + tails
-    shape = (len(counts) * columns + 1, page, K, H)
-    table = rng.permutation(shape[0])[:-1].reshape(-1, columns)
-    table[:, :leading] = np.where(
-        np.arange(len(counts))[:, None] == 3, table[:, :leading], table[0, :leading]
-    )
-    keys, values = (np.full(shape, np.nan, np.float32) for _ in range(2))
-    for b, length in enumerate(lengths):
-        places = table[b, np.arange(length) // page], np.arange(length) % page
-        for x in (keys, values):
-            drawn = rng.standard_normal((length, K, H))
-            x[places] = np.where(np.isnan(x[places]), drawn, x[places])
-    query = np.full((tokens, N, H), np.nan, np.float32)
-    query[: counts.sum()] = rng.standard_normal((counts.sum(), N, H))
-    table[4, (lengths[4] - 1) // page] = 10**6
-    arrays = {
-        "query": query,
-        "key_pages": keys,
-        "value_pages": values,
-        "lengths": lengths,
-        "page_table": table,
-        "rows": np.int32(len(counts)),
-        "query_starts": np.concatenate([[0], np.cumsum(counts)]),
-        "sinks": rng.standard_normal(N).astype(np.float32),
-    }
-    for name in ("query", "key_pages", "value_pages"):
-        arrays[name] = arrays[name].astype(DTYPES["bfloat16"])
-    expected = run(arrays, backend="xla", **options)
-    given = arrays | {"shared_pages": np.append(table[0, :leading], [-1, 0])}
-    got: Any = emulator.run(InCommon(given, options, parts), seed=N)  # type: ignore[arg-type]
-    for x, y in zip(got[:2], expected[:2], strict=True):
-        x, y = (np.asarray(z, np.float32) for z in (x, y))
-        np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
-        np.testing.assert_allclose(x, y, rtol=0, atol=0.03)
-    assert np.isnan(got.out).any()
+@pytest.mark.parametrize("case", [*IN_COMMON, *WITH_TAILS], ids=lambda case: case.name)
+def test_pages_in_common(case: InCommon, emulator: Emulator):
+    case.compare(emulator.run(case, seed=case.N))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
