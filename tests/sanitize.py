@@ -1,6 +1,6 @@
 """Runs the CUDA kernels under NVIDIA's compute-sanitizer, on a reduced set of small cases.
 
-    python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
+    python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING ...
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
 and all gradients, a forward pass in float8, a call of decode_attention or one of
@@ -456,7 +456,9 @@ def check(sanitizer: str, tool: str, names: list[str], jobs: int, as_shipped: bo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tools", nargs="*", help=f"of {', '.join(TOOLS)}; the first two if none")
-    parser.add_argument("--case", default="", help="only cases whose name holds this")
+    parser.add_argument(
+        "--case", nargs="+", default=[""], help="cases whose name holds one of these"
+    )
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time for each tool")
     parser.add_argument("--as-shipped", action="store_true", help="racecheck on the kernels as is")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
@@ -468,8 +470,8 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_all)
-    if not (names := [name for name in CHECKS if arguments.case in name]):
-        parser.error(f"no case has {arguments.case!r} in its name")
+    if not (names := [name for name in CHECKS if any(x in name for x in arguments.case)]):
+        parser.error(f"no case has one of {arguments.case} in its name")
     tools = arguments.tools or ("memcheck", "racecheck")
     rest = names, arguments.jobs, arguments.as_shipped
     failures = [failure for tool in tools for failure in check(sanitizer, tool, *rest)]
