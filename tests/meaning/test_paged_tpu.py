@@ -86,6 +86,25 @@ def test_pages_are_neither_copied_nor_gathered(explicit):
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
 
 
+def test_shard_map_over_heads_and_a_wrong_request():
+    """As engines call it; a page that is none gives NaN in its request alone."""
+    arrays, _ = drawn()
+    call = functools.partial(ragged_paged_attention, sm_scale=0.25, backend="cpu")
+    specs = {"q": P(None, "model"), "kv_pages": P(None, None, "model")}
+    mapped = jax.shard_map(
+        lambda arrays: call(**arrays),
+        mesh=mesh_of((1, 4)),
+        in_specs=({name: specs.get(name, P()) for name in arrays},),
+        out_specs=P(None, "model"),
+    )
+    expected = call(**arrays)
+    wrong = arrays | {"page_indices": arrays["page_indices"].at[4, 0].set(10**6)}
+    got, (first, last) = jax.jit(mapped)(wrong), np.asarray(arrays["cu_q_lens"][4:6])
+    assert np.isnan(got[first:last]).all()
+    rest = np.delete(np.arange(len(got)), np.arange(first, last))
+    np.testing.assert_allclose(got[rest], expected[rest], rtol=0, atol=2e-6)
+
+
 def test_wrong_arguments_are_named():
     arrays, _ = drawn()
     q, pages = arrays["q"], arrays["kv_pages"]
