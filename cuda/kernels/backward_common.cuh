@@ -127,6 +127,7 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
     const bool adds = kDbiasCleared || batch > 0;
 #pragma unroll
     for (int j = 0; j < kCount / 2; ++j) {
+      // Rows are of whole fours.
       if (adds && query + 8 * j < p.query_len && key < p.kv_len) {
         before[j] = *reinterpret_cast<const uint2*>(to + 8 * j * static_cast<int64>(p.kv_len));
       }
@@ -139,8 +140,7 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
     if constexpr (kDbiasByRows) {
       four = {bias::add_pairs(four.x, before[j].x), bias::add_pairs(four.y, before[j].y)};
     }
-    // Rows are of whole fours.
-    if (query + 8 * j < p.query_len && key < p.kv_len) *reinterpret_cast<uint2*>(to) = four;
+    if (query + 8 * j < p.query_len) bias::store_four(to, p.kv_len - key, four);
     to += 8 * static_cast<int64>(p.kv_len);
   }
 }

@@ -74,6 +74,19 @@ __device__ __forceinline__ void load_four(const char* from, int count, uint32* w
 #pragma unroll
   for (int i = 0; i < 2 * kPairWords; ++i) words[i] = piece.words[i];
 }
+// Stores four elements of 16 bits of a row, but those from `count` on.
+__device__ __forceinline__ void store_four(uint16* to, int count, uint2 four) {
+  constexpr int kPart = kBiasAlignment < 8 ? kBiasAlignment : 8;
+  using Part = typename Word<kPart>::Type;
+  union {
+    uint2 whole;
+    Part parts[8 / kPart];
+  } piece{four};
+#pragma unroll
+  for (int i = 0; i < 8 / kPart; ++i) {
+    if (i * kPart < 2 * count) reinterpret_cast<Part*>(to)[i] = piece.parts[i];
+  }
+}
 // Which four of 16 columns a thread loads: so that one exchange with its neighbour suffices.
 __device__ __forceinline__ int first_of_four(uint32 thread) {
   return 4 * (thread % 2 * 2 + thread % 4 / 2);

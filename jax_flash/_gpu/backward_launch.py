@@ -288,7 +288,11 @@ class Backward:
             pairs = product(B, N, T, S)
             of_all = product(batch, heads, queries, keys) * where(equal(batch, 1), B, 1)
             checks.append((equal(of_all, pairs), "this tiling is for a bias of another shape"))
-            checks.append((equal(S % 4, 0), "dS is stored in rows of whole fours"))
+            if tiling.dbias_heads or getattr(tiling, "dbias_rows", False):
+                checks.append((equal(S % 4, 0), "dS is added up in rows of whole fours"))
+            if tiling.clears_dbias and self.problem.dtype != "float32":
+                words = equal(product(batch, heads, queries, keys) % 2, 0)
+                checks.append((words, "the gradient of the bias is zeroed by words"))
         return tuple(checks)
 
     # Launches.

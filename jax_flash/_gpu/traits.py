@@ -64,16 +64,18 @@ def alignment(length: Any, size: int) -> int:
     return math.gcd(length * size, 16) if isinstance(length, int) else size
 
 
-def is_own(problem: Problem, shapes: Shapes) -> bool:
-    """Tells whether each score has a bias of its own, as wide as it, in rows of whole fours."""
+def is_own(problem: Problem, shapes: Shapes, *, cleared: bool) -> bool:
+    """Tells whether each score has a bias of its own, as wide as it.
+
+    `cleared`: its gradient is zeroed ahead, by words of 32 bits.
+    """
     bias = shapes.bias
     sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
-    return (
-        bias is not None
-        and (bias.batch, bias.heads, bias.queries, bias.keys) == sizes
-        and bias.dtype == problem.dtype
-        and not is_ragged(bias)
-    )
+    if bias is None or (bias.batch, bias.heads, bias.queries, bias.keys) != sizes:
+        return False
+    known_sizes = [size for size in sizes if isinstance(size, int)]
+    whole = bytes_of_bias(bias) == 4 or any(size % 2 == 0 for size in known_sizes)
+    return bias.dtype == problem.dtype and (whole or not cleared)
 
 
 def is_plane(shapes: Shapes) -> bool:

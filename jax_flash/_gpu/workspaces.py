@@ -127,6 +127,7 @@ def _is_shared_by_rows(problem: Problem, shapes: Shapes) -> bool:
         return False
     shared = (bias.batch, bias.heads, bias.queries, bias.keys) == (1, *sizes[1:])
     narrow = bias.dtype == problem.dtype != "float32"
+    # Rows in pieces of 2 or 4 bytes took 1.1 to 1.4 times as long as dS computed again.
     return shared and narrow and not is_ragged(bias)
 
 

@@ -179,7 +179,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not problem.split
         and not tiling.halves  # of which what is NaN is computed again
     )
-    own = stores and is_own(problem, shapes)
+    hides = problem.window != (None, None) or bool(set(problem.terms) - {"bias", "sinks"})
+    own = stores and is_own(problem, shapes, cleared=hides)
     by_heads = 0
     if stores and tiling.parts == 1 and tiling.block_kv >= 64:
         by_heads = dbias_heads(problem, shapes, tiling.block_kv, _BIAS_CTAS // 2)
@@ -191,7 +192,6 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     odd = shapes.head_dim % 8 or shapes.value_dim % 8
     plain = _is_plain(problem) and problem.score is None
     few = tiling.row_tiles == 2 and wide and not (plain and adds_four and not odd)
-    hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     # Beside the scores of the next step, where shared memory holds dS of both; not of 128 columns.
     defers_dq = tiling.parts == 1 and tiling.column_warps == 4 and tiling.row_tiles == 2
     defers_dq = defers_dq and tiling.stages == tiling.dout_stages == 2 and plain and not odd
@@ -204,7 +204,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         adds_four=adds_four,
         l2_heads=_backward_l2_heads(problem, shapes, gpu),
         stores_dbias=own or by_heads > 0,
-        clears_dbias=own and bool(hides),
+        clears_dbias=own and hides,
         dbias_heads=by_heads,
     )
     return spare(problem, shapes, tiling)

@@ -397,7 +397,7 @@ class _Backward:
 
     @property
     def is_own(self) -> bool:
-        return self.stores and is_own(self.problem, self.shapes)
+        return self.stores and is_own(self.problem, self.shapes, cleared=self.hides)
 
     @property
     def adds_rows(self) -> bool:
