@@ -12,7 +12,7 @@ from jax_flash import _explain, _gpu
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import Shapes
 from jax_flash.context_parallel.orders import Layout
-from jax_flash.context_parallel.ring import Reach
+from jax_flash.context_parallel.reach import Reach
 
 from .canvas import BLUE, PALE, PARTS, Canvas
 

@@ -7,8 +7,9 @@ unrolled, so that XLA overlaps the two. What a device cannot see of the keys tha
 they stand, it does not compute: whole shards, or halves of them in order "zigzag".
 
 The derivative is a ring of its own: keys and values travel the same way, and the gradients of each
-step go straight home. Each step's kernels get out and lse over all keys, so that its weights are
-those of the whole softmax: no step keeps anything for the backward pass.
+step go straight home, those of the last step beside a part of the device's own step. Each step's
+kernels get out and lse over all keys, so that its weights are those of the whole softmax: no step
+keeps anything for the backward pass.
 
 Sums of several steps are in float32. Results of one step have the dtype that the kernels gave them,
 so that fewer bytes travel, and are read and written between steps.
@@ -32,6 +33,7 @@ from jax_flash._problem import Problem
 from jax_flash._terms import is_capture, sum_dtype
 from jax_flash._varying import vary_over
 from jax_flash.context_parallel.orders import Layout
+from jax_flash.context_parallel.reach import Reach
 from jax_flash.context_parallel.shard import ALL, Operands, Shard, cut
 
 _TRAVELLING = ("k", "v", "key_value_segments", "key_value_positions")
@@ -51,91 +53,7 @@ def _is_float(name: str, x: jax.Array) -> bool:
     return name in _FLOATS or (is_capture(name) and jnp.issubdtype(x.dtype, jnp.floating))
 
 
-# ---- which keys go where -------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Reach:
-    """Which keys queries can see, by where shards stand.
-
-    Attributes:
-      layout: of queries and keys.
-      q_len, kv_len: tokens of a shard.
-      window: (left, right), from a query's position to a key's.
-      offset: from a query's index to its position; None: it is not known, all may be visible.
-    """
-
-    layout: Layout
-    q_len: int
-    kv_len: int
-    window: tuple[int | None, int | None]
-    offset: int | None
-
-    def visible(self, rank: Any, source: Any) -> list[list[Any]]:
-        """Says of each run of the rank's queries, and of the source's keys, if some pair meets."""
-        queries = self.layout.runs(rank, self.q_len)
-        keys = self.layout.runs(source, self.kv_len)
-        if self.offset is None:
-            return [[True for _ in keys] for _ in queries]
-        return [
-            [self._meet((low + self.offset, high + self.offset), key) for key in keys]
-            for low, high in queries
-        ]
-
-    def _meet(self, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
-        left, right = self.window
-        met = True if right is None else keys[0] <= queries[1] + right
-        return met if left is None else met & (keys[1] >= queries[0] - left)
-
-    @property
-    def pieces(self) -> list[tuple[slice, slice]]:
-        """The parts of a shard's queries and of arriving keys that a step may compute."""
-        if self.layout.order != "zigzag":
-            return [(ALL, ALL)]
-        return [
-            (ALL, ALL),
-            (ALL, slice(0, self.kv_len // 2)),
-            (slice(self.q_len // 2, self.q_len), ALL),
-        ]
-
-    def own(self, rows: slice, keys: slice) -> bool:
-        """Says if some device's own keys are visible to its queries, of halves of either or all."""
-        if ALL in (rows, keys):
-            return True
-        at = bool(rows.start), bool(keys.start)
-        return any(self.visible(rank, rank)[at[0]][at[1]] for rank in range(self.layout.shards))
-
-    def choose(self, rank: Any, source: Any) -> Any:
-        """Computes which step is to be done: 0 none, else 1 + the index of one of `pieces`."""
-        seen = self.visible(rank, source)
-        if self.offset is None or self.window == (None, None):
-            return 1
-        if len(seen) == 1:
-            return jnp.where(seen[0][0], 1, 0)
-        (a, b), (c, d) = seen
-        rows_first, keys_second = a | b, b | d
-        some = rows_first | c | d
-        chosen = jnp.where(keys_second, jnp.where(rows_first, 1, 3), 2)
-        return jnp.where(some, chosen, 0)
-
-    def hops(self) -> tuple[int, int]:
-        """Computes how far keys travel: to higher ranks, and to lower ones."""
-        n = self.layout.shards
-
-        def needed(distance):
-            return any(
-                any(map(any, self.visible(rank, (rank - distance) % n))) for rank in range(n)
-            )
-
-        distances = [d for d in range(1, n) if needed(d)]
-        splits = [
-            (
-                max((d for d in distances if d <= cut), default=0),
-                max((n - d for d in distances if d > cut), default=0),
-            )
-            for cut in range(n - 1, -1, -1)
-        ]
-        return min(splits, key=lambda split: (max(split), sum(split)))
+# ---- what is known, and what a step reads --------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +63,7 @@ class _Ring:
     Attributes:
       own_by_index: a shard's own keys stand to its queries as their indices do.
       rest_whole: of what arrives, the pieces to compute are visible as a whole.
+      own_halves: the own step's keys are computed by halves, backward.
     """
 
     problem: Problem
@@ -154,22 +73,45 @@ class _Ring:
     reach: Reach
     own_by_index: bool
     rest_whole: bool
+    own_halves: bool
 
     @classmethod
     def of(cls, shard: Shard) -> "_Ring":
         layout, window = shard.layout, shard.problem.window
         offset = None if shard.positioned else shard.offset
         same = offset == 0 and shard.q_len == shard.kv_len
-        causal = window == (None, 0)
+        causal, half = window == (None, 0), shard.kv_len // 2
+        by_index, full = same and (causal or layout.order == "contiguous"), window == (None, None)
+        units = (layout.block, *shard.units().values())
+        cuts = half > 0 and not any(half % unit for unit in units)
         return cls(
             shard.problem,
             shard.backend,
             shard.axis,
             layout,
             Reach(layout, shard.q_len, shard.kv_len, window, offset),
-            own_by_index=same and (causal or layout.order == "contiguous"),
+            own_by_index=by_index,
             rest_whole=same and causal and layout.order != "striped",
+            own_halves=cuts and (full or (causal and by_index)),
         )
+
+    @property
+    def own_parts(self) -> list[tuple[slice, slice]]:
+        """Rows and keys of the own step's parts, backward: one ahead of the others, one after them.
+
+        The gradients of the last step travel home beside the latter. Causal, that is a quarter of
+        the own step.
+        """
+        if not self.own_halves or self.reach.hops() == (0, 0):
+            return [(ALL, ALL)]
+        half = self.reach.kv_len // 2
+        rest = slice(half, self.reach.kv_len)
+        return [(ALL, slice(0, half)), (ALL if self.is_full else rest, rest)]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each query sees all keys, by where they stand."""
+        return self.problem.window == (None, None)
 
     def shard(self, operands: Operands) -> Shard:
         return Shard(self.problem, self.backend, operands, self.axis, self.layout)
@@ -205,7 +147,8 @@ class _Step:
     ) -> tuple[Problem, list[jax.Array], Operands]:
         """Returns the problem of a step, its q, k and v, and what else it reads, these among it."""
         ring, shard = self.ring, self.shard
-        by_index = own and ring.own_by_index and rows == keys
+        aligned = ring.is_full or (rows.start or 0) == (keys.start or 0)
+        by_index = own and ring.own_by_index and aligned
         whole = not own and ring.rest_whole
         terms |= self.mine
         for name in ("bias", "mask"):
@@ -380,7 +323,7 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
             return part if total is None else total.astype(wide) + part.astype(wide)
         if name == "bias" and operands[name].shape[-1] > 1:
             # It has rows of all queries, and the keys of the source.
-            total = nothing(name, wide) if total is None else total
+            total = nothing(name, wide) if total is None else total.astype(wide)
             first = source * step.shard.kv_len + (keys.start or 0)
             size = _size(keys, step.shard.kv_len)
             strip = lax.dynamic_slice_in_dim(total, first, size, total.ndim - 1)
@@ -412,39 +355,55 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
     # it sends these keys ahead of the forward kernels.
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
     held, lse, dout = lax.optimization_barrier((held, lse, dout))
-    calls = step.calls(ALL, ALL, own=True)
-    own = added(calls, True, {}, held, step.rank)
     homes = tuple(name for name in made if name in ("k", "v"))
+    own: list[tuple[slice, slice, Operands]] = []  # rows, keys, and the gradients of these
+
+    def own_step(part, held, staying):
+        for rows, keys in step.calls(*part, own=True):
+            parts = compute(held, step.rank, True, rows, keys)
+            own.append((rows, keys, {name: parts.pop(name) for name in homes}))
+            staying = staying | {
+                name: add(name, staying.get(name), x, rows, keys, step.rank)
+                for name, x in parts.items()
+            }
+        return staying
+
+    first, *after = ring.own_parts
+    staying = own_step(first, held, {})
     # What one call made needs no more than its own dtype, and what is complete neither.
     narrow = () if step.shard.by_runs else homes
     pieces = [[], *(step.calls(*piece) for piece in ring.reach.pieces)]
     under_way: list[Operands] = []
+    latest: Operands = {}
+
+    def whole(back):
+        return [(ALL, ALL, x) for x in back]
 
     def summed(home, back):
-        for x in back:
-            home = {name: add(name, home[name], x[name], ALL, ALL, None) for name in home}
+        for rows, keys, x in back:
+            home = {name: add(name, home.get(name), x[name], rows, keys, None) for name in homes}
         return home
 
     def next_step(state, by, last, keys, source):
-        nonlocal under_way
+        nonlocal under_way, latest
         staying, home, back = state
         if len(back) > 1:  # two at once: the sum is read and written half as often
-            home, back = summed(home, back), []
+            home, back = summed(home, whole(back)), []
         dtypes = {name: sum_dtype(operands[name].dtype) for name in made}
         dtypes |= {name: operands[name].dtype for name in (*narrow, *(staying if last else ()))}
         steps = [functools.partial(stepped, calls, dtypes) for calls in pieces]
         totals = _switch(ring.reach.choose(step.rank, source), steps, staying, keys, source)
         # What the step before has sent travels beside this one, and is there at its end.
         parts = {name: totals[name] for name in homes}
-        parts, arrived = lax.optimization_barrier((parts, under_way))
-        under_way = [send(parts, ring.axis, ring.layout.shards, -by)]
+        latest, arrived = lax.optimization_barrier((parts, under_way))
+        under_way = [send(latest, ring.axis, ring.layout.shards, -by)]
         return {name: totals[name] for name in staying}, home, back + arrived
 
-    staying = {name: x for name, x in own.items() if name not in homes}
-    home = {name: own[name] for name in homes}
-    staying, home, back = _travel(ring, held, (staying, home, []), next_step)
-    home = summed(home, back + under_way)
-    totals = staying | home
+    staying, home, back = _travel(ring, held, (staying, {}, []), next_step)
+    for part in after:
+        held, staying, _ = lax.optimization_barrier((held, staying, latest))
+        staying = own_step(part, held, staying)
+    totals = staying | summed(home, [*whole(back + under_way), *own])
     return gradients | {name: x.astype(operands[name].dtype) for name, x in totals.items()}
 
 

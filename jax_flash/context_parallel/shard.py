@@ -128,10 +128,14 @@ class Shard:
         return None
 
     def tokens(self, rank: Any, length: int, part: slice = ALL) -> Tokens:
-        """Says where those of a shard, or of a part of it, stand."""
+        """Says where those of a shard, or of a part of it, stand.
+
+        A part of order "striped" starts at a multiple of `layout.block`.
+        """
         place = self.layout.place(rank, length)
         first = part.start or 0
-        return Tokens(self.layout, place + jnp.array([first, -first, 0], jnp.int32))
+        ahead = first * self.layout.shards if self.layout.order == "striped" else first
+        return Tokens(self.layout, place + jnp.array([ahead, -first, 0], jnp.int32))
 
     def runs(self, part: slice, length: int) -> list[slice]:
         """Cuts a part of a shard of `length` tokens to what one call takes."""

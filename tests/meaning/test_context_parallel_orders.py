@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jax_flash.context_parallel import reorder, restore
 from jax_flash.context_parallel.orders import ORDERS, Layout
-from jax_flash.context_parallel.ring import Reach
+from jax_flash.context_parallel.reach import Reach
 
 from ..devices import mesh_with
 from .split_sequences import SHARDS, SPLIT
