@@ -39,6 +39,7 @@ def bent(score, batch, head, query, key):
 
 
 CALLS: dict[str, dict[str, Any]] = {
+    "full": {},
     "causal": {"is_causal": True},
     "documents": {
         "is_causal": True,
@@ -50,6 +51,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "score": {"is_causal": True, "score_mod": bent},
 }
 SPLIT_CALLS = (
+    ("full", "ring", "contiguous", 4),
     ("causal", "ring", "zigzag", 4),
     ("documents", "ring", "zigzag", 1),
     ("documents", "ring", "striped", 4),
@@ -58,6 +60,7 @@ SPLIT_CALLS = (
     ("window", "ring", "zigzag", 4),
     ("two sides", "all_gather", "contiguous", 4),
     ("score", "ring", "zigzag", 4),
+    ("score", "ring", "striped", 1),
 )
 
 

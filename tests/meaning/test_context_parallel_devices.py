@@ -19,7 +19,7 @@ from ..small import close, normal
 from .split_sequences import CALLS, SPLIT_CALLS, H, arrays_of, on_a_mesh, on_one_device
 
 # One number of devices for each call: compiling a program takes seconds.
-COUNTS = (3, 6, 6, 3, 6, 3, 6, 3)
+COUNTS = (6, 3, 6, 6, 3, 6, 3, 6, 3, 3)
 RUNS = [(count, *call) for count, call in zip(COUNTS, SPLIT_CALLS, strict=True)]
 
 
