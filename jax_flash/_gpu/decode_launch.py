@@ -99,7 +99,7 @@ def decode_launch(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
         (at_most(positions // tiling.block_kv + 2, MAX_INT // B), "batch x cache is too large"),
         (at_most(1, Size("parts")), "this tiling is for fewer heads"),
     ]
-    if call.paged or tiling.box_rows != tiling.block_kv:
+    if call.paged:
         checks.append((equal(PAGE % tiling.box_rows, 0), "this tiling is for other pages"))
     # Elements of q in a row; positions, with a block beyond the end.
     row = T * shapes.head_dim

@@ -29,6 +29,11 @@ TILED = (
     # kv heads of a CTA, whose boxes are of 8 positions.
     (Case("two heads", T=5, N=8, K=4, page=16, **SHORT), {"heads": 2, "box_rows": 8}),
     (Case("four heads", N=16, K=4, window=70, **SHORT), {"heads": 4, "block_kv": 32}),
+    # Boxes of a part of a block, of a cache whose end is within one.
+    (Case("small boxes", N=8, K=4, H=128, window=70, dtype="bfloat16"),
+     {"block_kv": 128, "box_rows": 32}),
+    (Case("small boxes of a cluster", T=2, N=4, H=128, rotary=100.0, dtype="float16"),
+     {"cluster": 2, "block_kv": 128, "box_rows": 32}),
     (Case("two heads of 32 rows", T=8, N=16, K=4, **SHORT), {"heads": 2, "row_tiles": 2}),
     # Query rows that CTAs share the keys of, and more parts than a row has blocks.
     (Case("groups of rows", T=7, N=16, K=2, softcap=3.0, **SHORT), {"rounds": 9}),
@@ -39,7 +44,7 @@ TILED = (
     (Case("cluster rotates", T=5, N=4, page=12, rotary=100.0, dtype="float16"), {"cluster": 2}),
     (Case("rotated ahead", T=3, H=24, rotary=100.0, dtype="bfloat16"), {}),
     (Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"), {}),
-)
+)  # fmt: skip
 
 
 # Cases whose paths the tiled ones take.

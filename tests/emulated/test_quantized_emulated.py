@@ -19,6 +19,8 @@ RUN: list[tuple[Case, str, bool, dict[str, Any], str]] = [
      {"resident": 2, "block_kv": 128}, "H200"),
     (Case("two heads", T=5, N=8, K=4, page=16, **SHORT), FLOAT8, True,
      {"heads": 2, "box_rows": 8}, "H200"),
+    (Case("small boxes", T=2, N=8, K=4, H=128, dtype="bfloat16"), FLOAT8, False,
+     {"heads": 2, "block_kv": 64, "box_rows": 32}, "H200"),
     (Case("four tiles of rows", T=8, N=16, K=2, page=16, softcap=3.0, **SHORT), FLOAT8, True,
      {"row_tiles": 4, "resident": 1}, "H200"),
     (Case("rows of a cluster", T=2, H=32, dtype="float16"), FLOAT8, True, {"cluster": 2}, "H200"),

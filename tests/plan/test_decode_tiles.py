@@ -46,6 +46,20 @@ def test_positions_that_lie_apart_come_by_cp_async(page, cache, family):
         assert made.family == family
 
 
+@pytest.mark.parametrize(
+    ("page", "tokens", "length", "box"),
+    [(None, 1, 8192, 32), (None, 1, 1000, 128), (None, 32, 8192, 64), (128, 1, 8192, 64)],
+)
+def test_halves_of_a_row_come_one_behind_the_other(page, tokens, length, box):
+    """Boxes of few positions where rows are long; a cache of any length has them."""
+    call = Decode(PLAIN, None, paged=page is not None)
+    for positions in (length, length + 1):
+        shapes = dataclasses.replace(
+            SHAPES, batch=64, q_len=tokens, kv_len=positions, page_size=page, q_heads=8, kv_heads=8
+        )
+        assert _gpu.plan(call, shapes, H200).tiling.box_rows == box
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (400, 128), (576, 128), (128, 200)])
 def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
