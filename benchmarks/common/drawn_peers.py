@@ -104,14 +104,17 @@ def structs(call: Drawn) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @functools.cache
-def ran_on(call: Drawn, of: Pass) -> str:
-    """Says which of our backends runs a pass of a call: on a GPU by the file of its kernels."""
+def ran_on(call: Drawn) -> dict[Pass, str]:
+    """Says which of our backends runs each pass of a call: on a GPU by the file of its kernels."""
     given: dict[str, Any] = structs(call)
     if call.score:  # it reads elements
         given |= {name: jnp.zeros(given[name].shape) for name in ("slopes", "rows", "columns")}
     found = jax_flash.explain(**flash_options(call, given))
-    part = found.forward if of == "forward" else found.backward
-    return part.backend if part.kernel is None else part.kernel.plan.source
+    parts: dict[Pass, Any] = {"forward": found.forward, "training": found.backward}
+    return {
+        of: part.backend if part.kernel is None else part.kernel.plan.source
+        for of, part in parts.items()
+    }
 
 
 def attend_xla(of: Drawn, given: Given) -> Any:

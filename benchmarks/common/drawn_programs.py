@@ -75,7 +75,7 @@ class Job:
     def makes_products(self) -> bool:
         """Whether XLA makes products of it, which it tunes."""
         if self.name in (OURS, NEIGHBOUR):
-            return drawn_peers.ran_on(self.call, self.of) == "xla"
+            return drawn_peers.ran_on(self.call)[self.of] == "xla"
         return self.name == XLA
 
     def compile(self, kind: str, options: Mapping[str, Any] | None = None) -> Compiled:
@@ -120,7 +120,9 @@ def compile_all(
             run(job, kind)
 
     clock = [time.perf_counter()]
-    with ThreadPoolExecutor(THREADS) as pool:  # our own kernels are compiled to tell
+    ours = dict.fromkeys(job.call for job in jobs if job.name in (OURS, NEIGHBOUR))
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(drawn_peers.ran_on, ours))  # compiles kernels, of both passes at once
         makes_products = list(pool.map(lambda job: job.makes_products, jobs))
     tuned: dict[tuple[Problem, str], list[Job]] = {}  # passes in turn: they have products in common
     others = []

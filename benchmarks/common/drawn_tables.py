@@ -75,7 +75,7 @@ def worst(records: Sequence[Mapping[str, Any]], explains: bool) -> str:
             label = record["neighbour"] if other == NEIGHBOUR else LABELS[other]
             cells = [f"{ratio:.3f}", f"{problem['source']} #{problem['index']}", problem["name"]]
             cells += [f"{kind}, {TITLES[of]}", f"{1e3 * ms[OURS]:.4g}", f"{1e3 * ms[other]:.4g}"]
-            cells += [label, ran_on(Drawn(**record["cell"]), of) if explains else ""]
+            cells += [label, ran_on(Drawn(**record["cell"]))[of] if explains else ""]
             lines.append("| " + " | ".join(cells) + " |")
         tables += ["\n".join(lines)] if found else []
     return "\n\n".join(tables)
