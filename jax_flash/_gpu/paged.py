@@ -99,19 +99,19 @@ def fields(
     """
     plan = None if units is None or in_common else Scratch("s32", (units, 4))
     first, count = (None, None) if in_common else ("first", "count")
-    table, columns = ("own_table", Size("own_columns")) if tails else ("page_table", COLUMNS)
+    parts = B // REQUESTS - int(tails)
     made = (
-        Field("const int*", "page_table", table, "[requests or fewer, columns]"),
+        Field("const int*", "page_table", "page_table", "[requests or fewer, columns]"),
         Field("const int*", "request_lengths", "lengths", "[requests] positions; see RequestUnit"),
         Field("const int*", "request_firsts", first, "[requests] first tokens"),
         Field("const int*", "request_counts", count, "[requests] tokens"),
         Field("int*", "request_plan", plan, "a RequestUnit for each unit, by request_units"),
         Field("int", "requests", REQUESTS),
         Field("int", "pages", P),
-        Field("int", "table_columns", columns),
-        Field("int", "parts_in_common", B // REQUESTS if in_common else None, "kInCommon"),
-        Field("const int*", "common_table", "page_table" if tails else None, "kTails"),
-        Field("int", "common_columns", COLUMNS if tails else None, "likewise"),
+        Field("int", "table_columns", COLUMNS),
+        Field("int", "parts_in_common", parts if in_common else None, "kInCommon"),
+        Field("const int*", "own_table", "own_table" if tails else None, "kTails"),
+        Field("int", "own_columns", Size("own_columns") if tails else None, "likewise"),
         Field("const int*", "tails", "tails" if tails else None, "[requests, T] Tail, likewise"),
     )
     if units is not None:

@@ -45,8 +45,8 @@ class Common(Prefill):
     """One flash_common, operands aside: what Prefill says, of tokens that see all positions.
 
     Attributes:
-      count: parts that positions are cut into: results are those of each part of the first member,
-        then of the next. 1 of the primitive.
+      count: parts that results are of: those that positions are cut into, of the first member,
+        then of the next; with tails behind them those, one of each member. 1 of the primitive.
       tails: tokens see positions of their own besides.
     """
 
@@ -80,6 +80,14 @@ class Common(Prefill):
         if self.count == 1:
             return shapes
         return [(self.count * batch, *rest) for batch, *rest in shapes]
+
+    def tails_fit(self, head_dim: int, value_dim: int) -> bool:
+        """Whether one kernel computes pages in common and tails; else they are two calls.
+
+        Wider dims leave it no shared memory; narrower ones and a softcap have units of their own.
+        """
+        narrow = min(head_dim, value_dim) > 64 and max(head_dim, value_dim) <= 128
+        return narrow and self.problem.softcap is None
 
     # ---- lowering --------------------------------------------------------------------------------
 
@@ -134,9 +142,7 @@ class Common(Prefill):
         named = self.name_operands(operands)
         shapes = self.result_shapes(named)
         lead, sizes = named["q"].shape[:-3], self.shapes(named)
-        # Lengths of tails are not known: as if each were a block.
-        group = sizes.q_heads // sizes.kv_heads
-        count = parts_of(sizes, _UNIT_ROWS // group * _UNIT_ROWS if self.tails else 0)
+        count = parts_of(sizes) + self.tails
         *pools, pages = named["k"].shape[:-3]
         for name in ("k", "v"):
             named[name] = named[name].reshape(-1, *named[name].shape[-3:])
@@ -153,29 +159,24 @@ class Common(Prefill):
             named["tails"] = tails.at[..., 0].add(begin)
         call = dataclasses.replace(self, count=count)
         results = kernel(call, *(named[name] for name in call.operands))
-        out, lse = (x.reshape(math.prod(lead), count, *x.shape[1:]) for x in results)
-        out, lse = combine(*((out[:, i], lse[:, i]) for i in range(count)))
+        # Tails are a part, behind those of all members.
+        common, members = count - self.tails, math.prod(lead)
+        of_parts = [
+            tuple(x[: members * common].reshape(members, common, *x.shape[1:])[:, i] for x in results)
+            for i in range(common)
+        ]
+        tails = [tuple(x[members * common :] for x in results)] if self.tails else []
+        out, lse = combine(*of_parts, *tails)
         return out.astype(self.problem.dtype).reshape(shapes[0]), lse.reshape(shapes[1])
 
 
-def tails_fit(problem: Problem, q_heads: int, k: Any, v: Any) -> bool:
-    """Whether kernels of both parts at once have registers, and a lane for each token of a unit.
-
-    Head dims of 64 or less and above 128, and a softcap, spill 8 bytes and more. Units of 128 rows
-    have 32 tokens at most where four heads share one.
-    """
-    dims = (k.shape[-1], v.shape[-1])
-    narrow = min(dims) > 64 and max(dims) <= 128
-    return narrow and problem.softcap is None and q_heads // k.shape[-2] % 4 == 0
-
-
-def parts_of(shapes: Shapes, more: int = 0) -> int:
+def parts_of(shapes: Shapes) -> int:
     """Chooses how many parts positions are cut into, each of which all tokens attend to.
 
     So many that units fill whole rounds of the multiprocessors: rounds in keys, and a merge that
-    takes as long as so many. `more`: keys of a unit besides.
+    takes as long as so many.
     """
-    keys, units = shapes.kv_len + more, units_of(shapes)
+    keys, units = shapes.kv_len, units_of(shapes)
     merge = _KEYS_OF_MERGE * shapes.q_len * shapes.q_heads / (64 * _UNIT_ROWS)
 
     def cost(count: int) -> float:

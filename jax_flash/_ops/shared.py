@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_flash._merge import combine
 from jax_flash._ops import ragged
-from jax_flash._ops.common import NEEDED, SEES_COMMON, Common, common, tails_fit
+from jax_flash._ops.common import NEEDED, SEES_COMMON, Common, common
 from jax_flash._ops.ragged import Ragged
 from jax_flash._ops.requests import Requests, choose, piece_size
 from jax_flash._rotary import rotate
@@ -77,12 +77,16 @@ def _attend(
     return rest | {"out": out.astype(call.problem.dtype), "lse": lse}
 
 
+def _one_kernel(call: Ragged) -> Common:
+    whole = dataclasses.replace(call.problem, terms=(), window=(None, None))
+    return Common(whole, call.backend, tails=True)
+
+
 def _is_one_kernel(call: Ragged, named: dict[str, jax.Array]) -> bool:
     """Whether one flash_common may compute both parts: tokens are rows of 16 bits."""
     plain = call.value_dim is None and call.quantized is None and "indices" not in named
-    tokens, q_heads = named["q"].shape[:2]
-    rows = piece_size(tokens, named["page_table"].shape[0]) == 1
-    return plain and rows and tails_fit(call.problem, q_heads, named["k"], named["v"])
+    rows = piece_size(named["q"].shape[0], named["page_table"].shape[0]) == 1
+    return plain and rows and _one_kernel(call).tails_fit(named["k"].shape[-1], named["v"].shape[-1])
 
 
 def _at_once(
@@ -103,9 +107,8 @@ def _at_once(
     first = jnp.where(needed & ~sees, 0, length)
     end = jnp.where(needed, requests.position + 1, length)
     flags = jnp.where(needed, sees | NEEDED, SEES_COMMON)
-    whole = dataclasses.replace(call.problem, terms=(), window=(None, None))
     found = common(
-        Common(whole, call.backend, tails=True),
+        _one_kernel(call),
         {
             "q": named["q"],
             **caches,

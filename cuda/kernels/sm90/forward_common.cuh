@@ -30,13 +30,16 @@ inline constexpr int kValueBytes =
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr bool kCutsUnits = kCutDocuments > 0;
 // Boxes of a block of keys, one above the other: pages do not follow each other in memory.
-inline constexpr int kPageRows = kFromPages ? common_divisor(kPageSize, kBlockKV) : kBlockKV;
+inline constexpr bool kTails = kTailRows > 0;
+inline constexpr int kTailKeys = 64;  // of a block of a tail
+inline constexpr int kPageRows =
+    kFromPages ? common_divisor(kPageSize, kTails ? kTailKeys : kBlockKV) : kBlockKV;
 inline constexpr int kPieces = kBlockKV / kPageRows;
 using KeyBlock = KeyTile<kHeadColumns, kBlockKV, kWholeRows>;
 using ValueBlock = KeyTile<kValueDim, kBlockKV, kWholeRows>;
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
-inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1);
+inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1 + kTails);
 // A unit's description outlives its Q buffer by the epilogue: a slot more, at least.
 inline constexpr int kInfoStages = 2 * kQueryStages;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight, with kRepeats
@@ -96,10 +99,14 @@ __device__ __forceinline__ int units_of_head(const ForwardParams& p) {
   if constexpr (kCutsUnits || (kFromPages && !kInCommon)) return *p.unit_count;
   return p.query_blocks;
 }
+// Batch rows that units have: with kTails those of the tails are behind them.
+__device__ __forceinline__ int batch_in_common(const ForwardParams& p) {
+  return kTails ? p.batch - p.requests : p.batch;
+}
 // The unit of a number, walked again or not.
 __device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number) {
   const int index = in_schedule(number), units = units_of_head(p);
-  const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
+  const int heads = p.query_heads / kPackedHeads, all_heads = heads * batch_in_common(p);
   if (index >= units * all_heads) return {0, 0, kNoUnit};
   const HeadBlock at = head_block(index, units, all_heads, p.l2_heads);
   const int batch = at.head / heads;
@@ -128,6 +135,34 @@ struct UnitInfo {
   int number;    // of the schedule, or again() of it
 };
 
+// What a token sees beside the pages in common: positions first to end, which begin a page, in the
+// pages of a row of own_table. As the operand has it.
+struct alignas(16) Tail {
+  int request, first, end, flags;
+  __device__ __forceinline__ int keys() const { return max(end - first, 0); }
+  __device__ __forceinline__ bool sees_common() const { return flags & 1; }
+  __device__ __forceinline__ bool is_needed() const { return flags & 2; }
+};
+__device__ __forceinline__ Tail tail_of(const ForwardParams& p, int request, int token) {
+  return reinterpret_cast<const Tail*>(p.tails)[static_cast<int64>(request) * p.query_len + token];
+}
+inline constexpr int kItemRows = larger(kTailRows, 1);  // of forward_tails.cuh
+inline constexpr int kTailGroups = ceil_div(kItemRows, 8);
+inline constexpr int kTailPieces = kTailKeys / kPageRows;
+static_assert(!kTails || (kInCommon && kConsumers == 2 && kTailGroups <= 2 && kPieces <= 32));
+
+template <bool kUsed>
+struct TailBuffers {};
+template <>
+struct alignas(1024) TailBuffers<true> {
+  // Keys and values by turns.
+  unsigned char blocks[kTailStages][larger(kHeadBoxes, kValueBoxes) * kTailKeys * kBoxRowBytes];
+  unsigned char query[kHeadBoxes * kTailGroups * 8 * kBoxRowBytes];
+  unsigned char weights[kTailGroups * 8 * kBoxRowBytes];
+  float exchange[4][16];  // of each warp, for each row of an item
+  unsigned long long full[kTailStages], empty[kTailStages];
+};
+
 struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   unsigned char query[kQueryStages][kConsumers][kQueryBytes];
   unsigned char key[kStages][kKeyBytes];
@@ -144,8 +179,7 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   // With kFloat8 the scales of the block in each buffer, and of each warp's queries.
   float key_factors[kFloat8 ? kStages : 1], value_factors[kFloat8 ? kStages : 1];
   float query_factors[kFloat8 ? kWarpsOfConsumers : 1];
-  // With kTails what each token of a unit sees of its own (UnitTails::row).
-  int4 tails[kTails ? kInfoStages : 1][kTails ? kUnitRows / kPackedHeads : 1];
+  TailBuffers<kTails> tails;
 
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
   __device__ __forceinline__ uint32 units_to_repeat(int lane, int& mine) const {

@@ -132,18 +132,6 @@ extern "C" __global__ void flash_forward_begin(const __grid_constant__ ForwardPa
 namespace forward {
 
 inline constexpr int kExactWarps = 8;
-// Sets of keys that 16 rows have: one, but with kTails one of each token.
-inline constexpr int kKeySets = kTails ? ceil_div(16, kPackedHeads) : 1;
-// The marks of the rows that have a set.
-__device__ __forceinline__ uint32 rows_of_keys(int set) {
-  if (kKeySets == 1) return 0xffffffffu;
-  uint32 marks = 0;
-#pragma unroll
-  for (int row = 0; row < 16; ++row) {
-    if (row / kPackedHeads == set) marks |= 1u << (4 * (row % 8) + row / 8);
-  }
-  return marks;
-}
 
 // 16 packed rows of a head, as a warp of the main kernel has them.
 struct RowTile {
@@ -166,7 +154,7 @@ struct RowTile {
         first_row = plans[kConsumers].blocks.begin + mark % kWarpsOfConsumers * 16;
       }
     }
-    if constexpr (kFromPages && !kTails) {
+    if constexpr (kFromPages) {
       const KeysOfUnit keys(p, unit);
       own = keys.own;
       own_key = keys.first_key();
@@ -178,7 +166,7 @@ struct RowTile {
     const int packed = first_row + bit / 4 + fragment::kRowStep * (bit % 4);
     const int query = packed / kPackedHeads, of = head * kPackedHeads + packed % kPackedHeads;
     Visibility sight = visibility(p, batch);
-    if constexpr (kFromPages && !kTails) sight = own.sight(p);
+    if constexpr (kFromPages) sight = own.sight(p);
     Range keys = row_columns(sight, query, 0);
     keys.begin = max(keys.begin, 0);
     if constexpr (kHasSegments) {
@@ -186,12 +174,7 @@ struct RowTile {
       keys.end = min(keys.end, plan->blocks.end * kBlockKV);
     }
     int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
-    if constexpr (kTails) {
-      const int token = min(query, p.query_len - 1);
-      const int request = tail_of(p, query_batch(p, batch), token).request;
-      first_key = static_cast<int64>(request) * p.kv_heads + kv_head_of(p, of);
-      keys = keys_of_token(p, batch, token);
-    } else if constexpr (kFromPages) {
+    if constexpr (kFromPages) {
       first_key = static_cast<int64>(own.request) * p.kv_heads + kv_head_of(p, of);
       keys = {keys.begin + own_key, keys.end + own_key};
     }
@@ -207,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = gridDim.x * kExactWarps;
   ptx::wait_for_the_kernel_ahead();
   if (is_left_to_other(p)) return;  // then there are no marks
-  const int heads = p.batch * (p.query_heads / kPackedHeads);
+  const int heads = batch_in_common(p) * (p.query_heads / kPackedHeads);
   const int tiles = heads * units_of_head(p) * kWarpsOfConsumers;
   const int warps_first = blockIdx.x * kExactWarps + warp;
   // Most often there are no marks. To see so takes no step across the repair's 40 KB of code, which
@@ -227,12 +210,7 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
       const int of = __ffs(left) - 1;
       const RowTile tile(p, first + of * stride);
       const uint32 rows = __shfl_sync(0xffffffffu, marks, of);
-#pragma unroll 1
-      for (int i = 0; i < kKeySets; ++i) {
-        const uint32 own = rows & rows_of_keys(i);
-        if (own == 0) continue;
-        repair_rows(p, tile.batch, own, [&](int bit) { return tile.row_of(bit); });
-      }
+      repair_rows(p, tile.batch, rows, [&](int bit) { return tile.row_of(bit); });
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90/forward_load.cuh"
+#include "sm90/forward_tails.cuh"
 #include "sm90/forward_units.cuh"
 
 extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
       ptx::barrier_init(ptx::shared_address(&shared.value_full[stage]), kLoadWarps);
       ptx::barrier_init(ptx::shared_address(&shared.value_empty[stage]), kWarpsOfConsumers);
     }
+    if constexpr (kTails) init_barriers(shared.tails);
     ptx::barrier_init_fence();
   }
   __syncthreads();
@@ -45,6 +47,13 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
     if (warp < (kTeams == 1 ? kLoadWarps : kTeams)) {
       Producer producer{p, shared};
       producer.run();
+    } else if constexpr (kTails) {
+      if (warp == 1) TailLoader<TailBuffers<kTails>>{p, shared.tails}.run();
+    }
+  } else if (kTails && warp / 4 > kConsumers) {
+    if constexpr (kTails) {
+      ptx::register_decrease<kTailRegisters>();
+      TailWarpgroup<Element, TailBuffers<kTails>>{p, shared.tails}.run();
     }
   } else {
     ptx::register_increase<kConsumerRegisters>();

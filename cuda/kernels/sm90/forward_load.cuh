@@ -158,7 +158,7 @@ struct Loads {
   // Hands the unit to warpgroup `lane`.
   __device__ __forceinline__ void hand_over(const UnitInfo& unit) {
     UnitInfo info = unit;
-    if constexpr (!kHasSegments && !kTails) UnitWalk{p}.describe_rows(info);
+    if constexpr (!kHasSegments) UnitWalk{p}.describe_rows(info);
     if constexpr (kListsWhole) info.own = kListsOwn ? unit.own : info.blocks;
     // Word by word: a store of 16 bytes needs four consecutive registers, which are not free here.
     struct Words {
@@ -169,18 +169,6 @@ struct Loads {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(UnitInfo) / 4); ++i) {
       ptx::store_shared(slot + 4 * i, words.word[i]);
-    }
-  }
-  // What rows see of their own tokens' tails: all warpgroups have left the place.
-  __device__ __forceinline__ void hand_over_tails() {
-    if constexpr (kTails) {
-#pragma unroll 1
-      for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-        ptx::barrier_wait(ptx::shared_address(&shared.query_empty[units % kQueryStages][warpgroup]),
-                          ~(units / kQueryStages) & 1);
-      }
-      if (lane() < kUnitTokens) shared.tails[units % kInfoStages][lane()] = pieces.tails.row();
-      __syncwarp();
     }
   }
   // Hands the unit and its Q rows to each warpgroup, by ordinary loads of four warps.
@@ -210,7 +198,6 @@ struct Loads {
     const int warpgroup = lane();
     if constexpr (kListsOwn) walk.find_own(unit);
     unit.offset -= walk.origin();
-    if constexpr (kTails) hand_over_tails();
     if constexpr (!kTmaLoads) {
       copy_query(unit);
     } else if constexpr (kQueriesInTurn) {
@@ -356,26 +343,21 @@ struct Producer : Loads {
       }
       Visibility seen = visibility(p, taken.batch);
       unit.first_row = taken.query_block * kUnitRows;
-      if constexpr (kTails) {
-        pieces.tails.plan(p, taken, unit);
-        pieces.request = query_batch(p, taken.batch);
-      } else if constexpr (kFromPages) {
+      if constexpr (kFromPages) {
         const KeysOfUnit keys(p, taken);
         seen = keys.own.sight(p);
         unit.first_row = keys.own.first_row;
         pieces.request = keys.own.request;
         pieces.first_block = keys.first_block;
       }
-      if constexpr (!kTails) {
-        unit.query_length = seen.query_length;
-        unit.kv_length = seen.kv_length;
-        unit.offset = seen.offset;
-      }
+      unit.query_length = seen.query_length;
+      unit.kv_length = seen.kv_length;
+      unit.offset = seen.offset;
       // With pages heads that share a unit may be a part of those that read a kv head.
       const int kv_head = kFromPages         ? kv_head_of(p, taken.head * kPackedHeads)
                           : kPackedHeads > 1 ? taken.head
                                              : kv_head_of(p, taken.head);
-      if constexpr (!kTails) walk.plan(unit, taken, seen);
+      walk.plan(unit, taken, seen);
 
       if (kCutsUnits && unit.first_row == unit.query_length) {  // this batch row has fewer units
         if (lane() < kWarpsOfConsumers) p.marks[number * kWarpsOfConsumers + lane()] = 0;

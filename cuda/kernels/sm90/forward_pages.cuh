@@ -3,7 +3,7 @@
 #pragma once
 
 #include "request_units.cuh"
-#include "sm90/forward_tails.cuh"
+#include "sm90/forward_common.cuh"
 
 namespace forward {
 
@@ -28,36 +28,39 @@ struct KeysOfUnit {
   __device__ __forceinline__ int first_key() const { return first_block * kBlockKV; }
 };
 
+// Loads kPageRows keys of a page, from `slot` on, to the rows from `row` on of a block of kRows.
+template <int kDim, int kRows>
+__device__ __forceinline__ void fetch_piece(const TensorMap& map, uint32 tile, uint32 full,
+                                            uint64 policy, int kv_head, int page, int row,
+                                            int slot) {
+  using Tile = KeyTile<kDim, kRows, kWholeRows>;
+  if constexpr (kWholeRows) {
+    ptx::tma_load(tile + Tile::kBoxes * row * kBoxRowBytes, &map, full, policy, 0, 0,
+                  kv_head * Tile::kBoxes, page * (kPageSize / 8) + slot / 8);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Tile::kBoxes; ++i) {
+      ptx::tma_load(tile + i * Tile::kBoxBytes + row * kBoxRowBytes, &map, full, policy,
+                    i * kBoxColumns, kv_head, slot, page);
+    }
+  }
+}
+
 // A block of a request's keys, in pieces of kPageRows keys: a lane has one. All lanes call.
 struct PagePieces {
   int request = 0;
   int first_block = 0;  // with kInCommon, of the unit's
-  UnitTails tails;      // with kTails
-  int position = 0;     // likewise, of the block that was found last the first
-  int page = 0;         // of the lane's piece in that block
+  int page = 0;         // of the lane's piece in the block that was found last
 
   __device__ __forceinline__ int first_key(int block) const {
-    if constexpr (kTails) return position;
     return (kInCommon ? first_block + block : block) * kBlockKV;
   }
   // The lane's page. Ahead of a window and behind the length a table may hold anything, and end:
   // what is loaded there is not seen, so any page does.
   __device__ __forceinline__ void find(const ForwardParams& p, int block, int lane) {
-    const int* table = p.page_table;
-    int columns = p.table_columns, row = request;
-    if constexpr (kTails) {
-      const int2 place = tails.place_of(block);
-      position = place.y;
-      if (place.x < 0) {
-        table = p.common_table;
-        columns = p.common_columns;
-      } else {
-        row = place.x;
-      }
-    }
     const int column = (first_key(block) + lane % kPieces * kPageRows) / kPageSize;
-    table += static_cast<int64>(row) * columns;
-    page = min(max(table[min(column, columns - 1)], 0), p.pages - 1);
+    const int* table = p.page_table + static_cast<int64>(request) * p.table_columns;
+    page = min(max(table[min(column, p.table_columns - 1)], 0), p.pages - 1);
   }
   // The lane's boxes, when all bytes are announced at the barrier `full`.
   template <int kDim>
@@ -65,17 +68,7 @@ struct PagePieces {
                                        int block, int lane) const {
     if (lane >= kPieces) return;
     const int row = lane * kPageRows, slot = (first_key(block) + row) % kPageSize;
-    if constexpr (kWholeRows) {
-      constexpr int kBoxes = KeyTile<kDim, kBlockKV, true>::kBoxes;
-      ptx::tma_load(tile + kBoxes * row * kBoxRowBytes, &map, full, ptx::kEvictLast, 0, 0,
-                    kv_head * kBoxes, page * (kPageSize / 8) + slot / 8);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < ceil_div(kDim, kBoxColumns); ++i) {
-      ptx::tma_load(tile + (i * kBlockKV + row) * kBoxRowBytes, &map, full, ptx::kEvictLast,
-                    i * kBoxColumns, kv_head, slot, page);
-    }
+    fetch_piece<kDim, kBlockKV>(map, tile, full, ptx::kEvictLast, kv_head, page, row, slot);
   }
 };
 

@@ -84,6 +84,10 @@ struct UnitResults : Warpgroup {
       const float factor = softmax.finish<kHasSinks>(row, sink, lse) * dropout_scale(p);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
+      if constexpr (kTails) {
+        const Tail tail = tail_of(p, query_batch(p, t.batch), min(query, t.query_length - 1));
+        empty = empty || !tail.sees_common() || !tail.is_needed();
+      }
 
       OutputRow<ResultElement> result;
       const uint32 flaw = result.take(output, row, factor);

@@ -268,9 +268,6 @@ struct Warpgroup : WarpgroupProducts {
   template <int kCount, bool kInFlight>
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
     const UnitInfo& t = unit();
-    if constexpr (kTails)
-      return hide_others<kCount>(t, shared.tails[(units - 1) % kInfoStages], block,
-                                 packed_row(t, 0) - t.first_row, scores);
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
     RowBits now = bits;
@@ -284,7 +281,6 @@ struct Warpgroup : WarpgroupProducts {
   }
   // Are the columns of the second half hidden from all rows of the warp?
   __device__ __forceinline__ bool sees_first_half_only() const {
-    if constexpr (kTails) return false;
     const UnitInfo& t = unit();
     const int last_query = packed_row(t, 1) / kPackedHeads;
     const Range columns = row_columns(seen(t), last_query, block * kBlockKV);

@@ -266,7 +266,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "kFromPages those of all requests, by request_units",
             ),
             *paged.fields(
-                query_blocks if tiling.page_size else None, tiling.in_common, tiling.tails
+                query_blocks if tiling.page_size else None, tiling.in_common, tiling.tail_rows > 0
             ),
             *(_float8_fields(call, shapes) if tiling.float8 else ()),
         ),

@@ -44,7 +44,9 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kCutsAligned": tiling.cuts_aligned,
         "kFromPages": tiling.page_size > 0,
         "kInCommon": tiling.in_common,
-        "kTails": tiling.tails,
+        "kTailRows": tiling.tail_rows,
+        "kTailStages": tiling.tail_stages,
+        "kTailRegisters": tiling.tail_registers,
         "kPageSize": max(tiling.page_size, 1),
         "kWholeRows": tiling.whole_rows,
         "kPingPong": tiling.ping_pong,
@@ -178,7 +180,7 @@ class ForwardSchedule:
     @property
     def bounded_begin(self) -> bool:
         """A warpgroup's blocks may begin after the first one of its unit."""
-        return self._has_left or self.lists_blocks or self.tiling.tails
+        return self._has_left or self.lists_blocks
 
     @property
     def begins_near(self) -> bool:

@@ -10,6 +10,9 @@ import math
 
 from jax_flash._gpu.workspaces import boxes
 
+_TAIL_KEYS = 64  # of a block of a tail
+_MOST_SHARED = 227 * 1024  # of a CTA
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiling:
@@ -41,7 +44,8 @@ class ForwardTiling:
     cuts_aligned: bool = False  # also where it begins and ends with a warpgroup's rows
     page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
     in_common: bool = False  # pages that all tokens see whole; batch rows are parts of positions
-    tails: bool = False  # likewise, and each token sees pages of its own
+    tail_rows: int = 0  # query heads that share a tail, pages of a token's own; 0: there are none
+    tail_registers: int = 72  # of a thread that computes tails
     clears_values: bool = (
         True  # of a page past a length zeroed, else rows of NaN are computed again
     )
@@ -66,7 +70,7 @@ class ForwardTiling:
     @property
     def key_rows(self) -> int:
         """Keys that TMA loads at once: those of a block, in one page for sure."""
-        return math.gcd(self.page_size, self.block_kv)
+        return math.gcd(self.page_size, _TAIL_KEYS if self.tail_rows else self.block_kv)
 
     @property
     def whole_rows(self) -> bool:
@@ -75,7 +79,7 @@ class ForwardTiling:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.teams * self.consumers + 1)
+        return 128 * (self.teams * self.consumers + 1 + (self.tail_rows > 0))
 
     @property
     def shared_bytes(self) -> int:
@@ -90,10 +94,22 @@ class ForwardTiling:
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = 128 * self.parts * (queries + keys_values) + biases
-        # 16 bytes of each token of two units. Half of the room for barriers takes the first.
-        tokens = 2 * self.query_stages * self.block_q // self.packed_heads if self.tails else 0
-        more = -(-max(16 * tokens - 1024, 0) // 1024) * 1024
-        return self.teams * tiles + 1024 * max(self.teams, 2) + more
+        return self.teams * tiles + 1024 * max(self.teams, 2) + self._tail_bytes(self.tail_stages)
+
+    def _tail_bytes(self, stages: int) -> int:
+        if not self.tail_rows:
+            return 0
+        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
+        rows = stages * _TAIL_KEYS * max(head_boxes, value_boxes)
+        return 128 * (rows + -(-self.tail_rows // 8) * 8 * (head_boxes + 1)) + 1024
+
+    @property
+    def tail_stages(self) -> int:
+        """Blocks of keys or values of tails in flight: three at head dim 128."""
+        if not self.tail_rows:
+            return 1
+        without = dataclasses.replace(self, tail_rows=0).shared_bytes
+        return max(n for n in range(1, 7) if n == 1 or without + self._tail_bytes(n) <= _MOST_SHARED)
 
     @property
     def outputs(self) -> int:
@@ -109,6 +125,8 @@ class ForwardTiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a CTA shares out 64k of them."""
+        if self.tail_rows:
+            return 40, 200  # 512 with tail_registers
         if self.teams * self.consumers == 4:
             return 32, 112
         if self.teams * self.consumers == 3:

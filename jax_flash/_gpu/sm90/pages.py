@@ -25,10 +25,8 @@ from jax_flash._problem import Problem, Shapes
 _BOX_ROWS = 8  # of a swizzle: what TMA loads at once is a multiple
 _ONE_PAGE = 64  # keys of a block that lie in one page
 FEWEST_IN_COMMON = 256  # rows of queries of a kv head
-_MOST_TOKENS = 32  # of a unit, that have tails: a lane of the producer has each
-# Queries of which no tiling has three warpgroups: with tails these spill 172 bytes, and of four
-# heads would have 48 tokens.
-_SHORT_QUERIES = 1024
+_SHORT_QUERIES = 1024  # of which no tiling has three warpgroups: a third one has tails
+_MOST_TAIL_ROWS = 16  # columns of a product
 
 
 class Pages(Family):
@@ -47,7 +45,7 @@ class Pages(Family):
         if isinstance(size, int) and size % _BOX_ROWS:
             reasons.append(f"{kernels} by TMA take a multiple of {_BOX_ROWS} positions, not {size}")
         if call.target == "common" and shapes.kv_len != 0 and not reasons:
-            reasons += _few_in_common(shapes) or _without_tails(cast(Any, call), shapes, gpu)
+            reasons += _few_in_common(shapes) or _without_tails(cast(Any, call), shapes)
         return tuple(reasons)
 
     def plan(
@@ -114,18 +112,23 @@ def choose_in_common(
 
     Tokens are dense queries, and each part is a batch row.
     """
-    tokens, keys = shapes.q_len * parts, -(-shapes.kv_len // parts)
+    in_common = max(parts - tails, 1)
+    tokens, keys = shapes.q_len * in_common, -(-shapes.kv_len // in_common)
     if tails:
         tokens = min(tokens, _SHORT_QUERIES)
     of_parts = dataclasses.replace(shapes, q_len=tokens, kv_len=keys)
     tiling = choose_pages(problem, of_parts, gpu)
     blocks = -(-shapes.q_len * tiling.packed_heads // tiling.block_q)
-    units = parts * shapes.batch * blocks * shapes.q_heads // tiling.packed_heads
+    units = in_common * shapes.batch * blocks * shapes.q_heads // tiling.packed_heads
     # A counter is for more units than run at once.
     dynamic = units > multiprocessors(gpu)
     # What stands behind whole pages, or a tail, is seen by nobody: where its values are not finite,
     # rows of queries are computed again. To clear them takes 5 us of 31.
-    made = {"dynamic": dynamic, "in_common": True, "tails": tails, "clears_values": False}
+    made = {"dynamic": dynamic, "in_common": True, "clears_values": False}
+    if tails:
+        group = group_size(shapes)
+        made["stages"] = min(tiling.stages, 2)
+        made["tail_rows"] = max(n for n in range(1, _MOST_TAIL_ROWS + 1) if group % n == 0)
     return dataclasses.replace(tiling, **made)
 
 
@@ -140,18 +143,11 @@ def _few_in_common(shapes: Shapes) -> tuple[str, ...]:
     return ()
 
 
-def _without_tails(call: Any, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
-    """Says why units have no tails, if they do not: registers, and a lane for each token."""
-    dims = (shapes.head_dim, shapes.value_dim)
-    if not call.tails:
+def _without_tails(call: Any, shapes: Shapes) -> tuple[str, ...]:
+    """Says why units have no tails beside them, if they do not."""
+    if not call.tails or call.tails_fit(shapes.head_dim, shapes.value_dim):
         return ()
-    if call.problem.softcap is not None or not (min(dims) > 64 and max(dims) <= 128):
-        return ("units with tails take head dims 72 to 128 and no softcap: there are no registers",)
-    tiling = choose_in_common(call.problem, shapes, gpu, 1, tails=True)
-    tokens = tiling.block_q // tiling.packed_heads
-    if tokens > _MOST_TOKENS:
-        return (f"units of {tokens} tokens have more than {_MOST_TOKENS} tails",)
-    return ()
+    return ("tails beside pages in common have head dims 72 to 128, and no softcap",)
 
 
 def _of_three(tiling: ForwardTiling, page_size: int) -> dict[str, Any]:
