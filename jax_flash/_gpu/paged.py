@@ -6,7 +6,7 @@ Their units are made of requests on the device (cuda/kernels/request_units.cuh).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from jax_flash._call import Call
 from jax_flash._gpu.buffers import dims_of
@@ -113,6 +113,8 @@ def fields(
         Field("const int*", "own_table", "own_table" if tails else None, "kTails"),
         Field("int", "own_columns", Size("own_columns") if tails else None, "likewise"),
         Field("const int*", "tails", "tails" if tails else None, "[requests, T] Tail, likewise"),
+        Field("void*", "merged", "merged" if tails else None, "likewise: [requests, T, N, Hv]"),
+        Field("float*", "merged_lse", "merged_lse" if tails else None, "[requests, T, N]"),
     )
     if units is not None:
         return made
@@ -123,6 +125,8 @@ def buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
     """Returns an operand or result, by name."""
     key, value = str(shapes.head_dim), str(shapes.value_dim)
     in_common = call.target == "common"
+    merges = in_common and cast(Any, call).tails
+    parts = ("requests" if merges else "B",) * in_common
     dims: dict[str, tuple[str, ...]] = {
         "q": (*("requests",) * in_common, "T", "N", key),
         "k": ("P", "page", "K", key),
@@ -132,13 +136,16 @@ def buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
         "own_table": ("own_rows", "own_columns"),
         "tails": ("requests", "T", "4"),
         "sinks": ("N",),
-        "out": (*("B",) * in_common, "T", "N", value),
-        "lse": (*("B",) * in_common, "T", "N"),
+        "out": (*parts, "T", "N", value),
+        "lse": (*parts, "T", "N"),
     }
     integers = ("lengths", "first", "count", "page_table", "own_table", "tails")
     dtypes: dict[str, Any] = dict.fromkeys(integers, "int32")
     dtypes |= dict.fromkeys(("sinks", "lse"), "float32")
-    return Buffer(name, (name_of(dtypes.get(name, call.problem.dtype)),), dims[name])
+    dtype = name_of(dtypes.get(name, call.problem.dtype))
+    if merges and name in call.results:  # parts of them, workspaces, are out and lse
+        return Buffer({"out": "merged", "lse": "merged_lse"}[name], (dtype,), dims[name])
+    return Buffer(name, (dtype,), dims[name])
 
 
 def plan(

@@ -10,8 +10,8 @@ derivative. k, v and scales are those of flash_prefill; length 0 gives out 0 and
 
 With tails int32 `[*B, T, 4]` a token sees positions of its own besides: from tails[1] up to
 tails[2], where pages begin, in the pages of row tails[0] of own_table `[*B, Q, M]`. tails[3] is
-SEES_COMMON where it sees the pages in common, plus NEEDED; what is not needed may come out as
-anything.
+SEES_COMMON where it sees the pages in common, plus NEEDED, or WRONG where NaN comes out. What is
+neither gives 0 and −inf.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax_flash._ops.decode import SCALES, in_one_pool, no_derivative
 from jax_flash._ops.prefill import Kernel, Prefill, bind
 from jax_flash._problem import Problem, Shapes
 
-SEES_COMMON, NEEDED = 1, 2  # of tails
+SEES_COMMON, NEEDED, WRONG = 1, 2, 4  # of tails
 _UNIT_ROWS = 128  # of queries, that a multiprocessor computes together
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _FEWEST_KEYS = 256  # of a part
@@ -45,8 +45,8 @@ class Common(Prefill):
     """One flash_common, operands aside: what Prefill says, of tokens that see all positions.
 
     Attributes:
-      count: parts that results are of: those that positions are cut into, of the first member,
-        then of the next; with tails behind them those, one of each member. 1 of the primitive.
+      count: parts that positions are cut into: results are those of each part of the first member,
+        then of the next. With tails they are one more, and results are merged. 1 of the primitive.
       tails: tokens see positions of their own besides.
     """
 
@@ -77,7 +77,7 @@ class Common(Prefill):
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
         shapes = super().result_shapes(operands)
-        if self.count == 1:
+        if self.count == 1 or self.tails:
             return shapes
         return [(self.count * batch, *rest) for batch, *rest in shapes]
 
@@ -119,6 +119,9 @@ class Common(Prefill):
         own, own_lse = run(call, *(rows[name] for name in call.operands))
         lse = jnp.where((flags & SEES_COMMON != 0)[..., None], lse, -jnp.inf)
         both, lse = combine((out, lse), (own[..., 0, :, :], own_lse[..., 0]))
+        needed, instead = flags & NEEDED != 0, flags & WRONG != 0
+        both = jnp.where(needed[..., None, None], both, jnp.where(instead, jnp.nan, 0.0)[..., None, None])
+        lse = jnp.where(needed[..., None], lse, jnp.where(instead, jnp.nan, -jnp.inf)[..., None])
         return both.astype(self.problem.dtype), lse
 
     def _as_row(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -159,14 +162,10 @@ class Common(Prefill):
             named["tails"] = tails.at[..., 0].add(begin)
         call = dataclasses.replace(self, count=count)
         results = kernel(call, *(named[name] for name in call.operands))
-        # Tails are a part, behind those of all members.
-        common, members = count - self.tails, math.prod(lead)
-        of_parts = [
-            tuple(x[: members * common].reshape(members, common, *x.shape[1:])[:, i] for x in results)
-            for i in range(common)
-        ]
-        tails = [tuple(x[members * common :] for x in results)] if self.tails else []
-        out, lse = combine(*of_parts, *tails)
+        if not self.tails:
+            out, lse = (x.reshape(math.prod(lead), count, *x.shape[1:]) for x in results)
+            results = combine(*((out[:, i], lse[:, i]) for i in range(count)))
+        out, lse = results
         return out.astype(self.problem.dtype).reshape(shapes[0]), lse.reshape(shapes[1])
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_flash._merge import combine
 from jax_flash._ops import ragged
-from jax_flash._ops.common import NEEDED, SEES_COMMON, Common, common
+from jax_flash._ops.common import NEEDED, SEES_COMMON, WRONG, Common, common
 from jax_flash._ops.ragged import Ragged
 from jax_flash._ops.requests import Requests, choose, piece_size
 from jax_flash._rotary import rotate
@@ -106,7 +106,7 @@ def _at_once(
     sees = member[requests.request]
     first = jnp.where(needed & ~sees, 0, length)
     end = jnp.where(needed, requests.position + 1, length)
-    flags = jnp.where(needed, sees | NEEDED, SEES_COMMON)
+    flags = jnp.where(needed, SEES_COMMON * sees + NEEDED, WRONG * (requests.owned & wrong))
     found = common(
         _one_kernel(call),
         {
@@ -118,15 +118,10 @@ def _at_once(
             "tails": jnp.stack([requests.request, first, end, flags], axis=-1),
         },
     )
-    parts = [found]
+    out, lse = found
     if "sinks" in named:  # a sink counts once
-        out, lse = found
-        parts.append((jnp.zeros_like(out), jnp.broadcast_to(named["sinks"], lse.shape)))
-    out, lse = combine(*parts) if len(parts) > 1 else found
-    out, lse = (
-        choose(requests.owned, choose(wrong, jnp.nan, x), nothing)
-        for x, nothing in ((out, 0.0), (lse, -jnp.inf))
-    )
+        sinks = jnp.where(requests.owned[:, None], named["sinks"], -jnp.inf)
+        out, lse = combine(found, (jnp.zeros_like(out), sinks))
     return {"out": out.astype(call.problem.dtype), "lse": lse, **caches}
 
 

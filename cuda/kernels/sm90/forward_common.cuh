@@ -116,6 +116,13 @@ __device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number)
   return {unit, at.head - batch * heads, batch};
 }
 
+// The unit that a number of the marks stands for: with kInCommon in the order of the results.
+__device__ __forceinline__ UnitIndex marked_unit(const ForwardParams& p, int number) {
+  if constexpr (!kInCommon) return unit_at(p, number);
+  const int heads = p.query_heads / kPackedHeads, row = number / p.query_blocks;
+  return {number - row * p.query_blocks, row % heads, row / heads};
+}
+
 // Description of a unit, written by the producer, read by the consumers.
 struct UnitInfo {
   int first_row;  // packed rows: query * kPackedHeads + head within the pack
@@ -142,6 +149,7 @@ struct alignas(16) Tail {
   __device__ __forceinline__ int keys() const { return max(end - first, 0); }
   __device__ __forceinline__ bool sees_common() const { return flags & 1; }
   __device__ __forceinline__ bool is_needed() const { return flags & 2; }
+  __device__ __forceinline__ bool is_wrong() const { return flags & 4; }
 };
 __device__ __forceinline__ Tail tail_of(const ForwardParams& p, int request, int token) {
   return reinterpret_cast<const Tail*>(p.tails)[static_cast<int64>(request) * p.query_len + token];

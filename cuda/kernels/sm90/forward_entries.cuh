@@ -6,7 +6,7 @@
 #include "mask_plan.cuh"
 #include "sm90/forward_documents.cuh"
 #include "sm90/forward_fading.cuh"
-#include "sm90/forward_pages.cuh"
+#include "sm90/forward_merge.cuh"
 
 // With a mask a kernel goes ahead, see mask_plan.cuh: the last one, unless there are segments or
 // positions, so it zeroes the counter of units.
@@ -143,7 +143,7 @@ struct RowTile {
   int own_key = 0;          // likewise, the first of its keys
 
   __device__ __forceinline__ RowTile(const ForwardParams& p, int mark) : p(p) {
-    const UnitIndex unit = unit_at(p, mark / kWarpsOfConsumers);
+    const UnitIndex unit = marked_unit(p, mark / kWarpsOfConsumers);
     batch = unit.batch;
     head = unit.head;
     first_row = unit.query_block * kUnitRows + mark % kWarpsOfConsumers * 16;
@@ -182,6 +182,30 @@ struct RowTile {
   }
 };
 
+// With kTails: rows that are marked, and the parts of all.
+template <class Params>
+__device__ __forceinline__ void merge_parts(const Params& p) {
+  const int index = blockIdx.x * kExactWarps + threadIdx.x / 32;
+#pragma unroll 1
+  for (int i = index; i < MergedRows<Params>::count(p); i += gridDim.x * kExactWarps) {
+    const MergedRows<Params> rows(p, i);
+    uint32 any = 0;
+#pragma unroll 1
+    for (int part = threadIdx.x % 32; part < p.parts_in_common; part += 32) any |= rows.marks(part);
+    rows.merge();  // ahead of the step across the repair, most often the last one
+    if (!__any_sync(0xffffffffu, any != 0)) continue;
+#pragma unroll 1
+    for (int part = 0; part < p.parts_in_common; ++part) {
+      const uint32 marks = rows.marks(part);
+      if (marks == 0) continue;
+      const RowTile tile(p, rows.mark_of(part));
+      repair_rows(p, tile.batch, marks, [&](int bit) { return tile.row_of(bit); });
+    }
+    __syncwarp();
+    rows.merge();
+  }
+}
+
 }  // namespace forward
 
 extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
@@ -190,6 +214,10 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = gridDim.x * kExactWarps;
   ptx::wait_for_the_kernel_ahead();
   if (is_left_to_other(p)) return;  // then there are no marks
+  if constexpr (kTails) {
+    merge_parts(p);
+    return;
+  }
   const int heads = batch_in_common(p) * (p.query_heads / kPackedHeads);
   const int tiles = heads * units_of_head(p) * kWarpsOfConsumers;
   const int warps_first = blockIdx.x * kExactWarps + warp;

@@ -147,7 +147,12 @@ struct UnitResults : Warpgroup {
     if (thread % 32 != 0) return;
     const int warp = thread / 32 - 4;
     const int of_team = kTeams == 1 ? warp : warp % kWarpsOfConsumers;
-    p.marks[in_schedule(t.number) * kWarpsOfConsumers + of_team] = rows;
+    int unit = in_schedule(t.number);
+    if constexpr (kInCommon) {
+      const int heads = p.query_heads / kPackedHeads;
+      unit = (t.batch * heads + t.head) * p.query_blocks + t.first_row / kUnitRows;
+    }
+    p.marks[unit * kWarpsOfConsumers + of_team] = rows;
   }
   // Asks for another walk of the unit, if this was its first and there is a slot; else its rows
   // that overflowed stay marked.

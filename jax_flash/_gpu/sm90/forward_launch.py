@@ -6,7 +6,7 @@ cuda/kernels/sm90/forward.cuh.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from jax_flash._call import Call
 from jax_flash._gpu import paged
@@ -70,13 +70,15 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
     names: dict[str, AnySize] = {}
     if tiling.page_size:
         names = paged.names(tiling.in_common)
+        if tiling.tail_rows:  # results are of members, and parts a workspace
+            names["B"] = paged.REQUESTS * cast(Any, call).count
         checks += paged.checks(tiling.packed_heads, tiling.page_size)
     return Launch(
         forward_params(call, shapes, tiling, found),
         _steps(call, tiling, found),
         names=names,
         checks=checks,
-        none=product(B, T, N) if tiling.in_common or not tiling.page_size else product(T, N),
+        none=product(paged.REQUESTS if tiling.in_common else 1 if tiling.page_size else B, T, N),
     )
 
 
@@ -139,6 +141,12 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
     def norms(length, count) -> Scratch | None:
         return Scratch("s32", (B * count, ceil_div(length, _NORM_ROWS))) if tiling.fades else None
 
+    out: str | Scratch = "out"
+    lse: str | Scratch = "lse"
+    if tiling.tail_rows:
+        out = Scratch(name_of(problem.dtype), (B, T, N, shapes.value_dim))
+        lse = Scratch("f32", (B, T, N))
+
     def ranges(*shape) -> Scratch | None:
         return Scratch("s32", (B, *shape, 2)) if positions else None
 
@@ -174,8 +182,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field("const void*", "query_data", "q", "[B, T, N, H]"),
             Field("const void*", "key_data", "k", "[B, S, K, H]"),
             Field("const void*", "value_data", "v", "[B, S, K, Hv]"),
-            Field("void*", "out", "out", "[B, T, N, Hv] element type of the query"),
-            Field("float*", "lse", "lse", "[B, N, T] natural logarithm"),
+            Field("void*", "out", out, "[B, T, N, Hv] element type of the query"),
+            Field("float*", "lse", lse, "[B, N, T] natural logarithm"),
             *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
             *take(fields, "bias"),
             found.mask,
