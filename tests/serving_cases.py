@@ -103,7 +103,7 @@ class InCommon:
 
 
 def _with_tails(N: int, K: int, H: int, page: int, parts: int, leading: int) -> InCommon:
-    """Tokens are rows: of a tail over several blocks, of none, of one that two parts have."""
+    """Tokens are rows: of a tail over several blocks, of none; 6 to 16 heads share its keys."""
     rng = np.random.default_rng(page)
     counts = np.ones(19, int)
     counts[[7, 9, 11, 12, 13]] = 3, 0, 0, 0, 0  # two tokens are of no request
@@ -128,8 +128,8 @@ IN_COMMON = [
 ]
 WITH_TAILS = [
     _with_tails(16, 2, 128, 64, 3, 5),
-    _with_tails(8, 2, 96, 16, 2, 4),
-    _with_tails(8, 1, 128, 128, 1, 1),
+    _with_tails(12, 2, 72, 16, 2, 4),
+    _with_tails(16, 1, 128, 128, 1, 1),
 ]
 
 

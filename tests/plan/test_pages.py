@@ -169,21 +169,40 @@ def test_parts_of_pages_in_common_fill_rounds(tokens, heads, positions, parts):
 
 
 @pytest.mark.parametrize("tokens", [64, 700, 4096])
-@pytest.mark.parametrize("heads", [(8, 2), (64, 8)])
-def test_units_with_tails_have_a_lane_for_each_token(tokens, heads):
-    """Many tokens of many parts, too: as many without tails have units of 192 rows."""
+@pytest.mark.parametrize(
+    ("heads", "rows"), [((8, 2), 4), ((64, 8), 8), ((48, 2), 12), ((64, 1), 16)]
+)
+def test_tails_have_a_warpgroup_of_their_own(tokens, heads, rows):
+    """As many query heads of a kv head as a product has columns for; all registers are shared out.
+
+    Many tokens of many parts, too: as many without tails have units of 192 rows.
+    """
     changes = {"q_len": tokens, "q_heads": heads[0], "kv_heads": heads[1]}
     problem = Problem("bfloat16", 0.125, bottom_right=True)
-    found = set()
     for positions in (512, 8192, 1 << 17):
         for parts in (1, 3, 33):
-            for tails in (False, True):
-                call = Common(problem, None, count=parts, tails=tails)
-                assert tails <= (refused(call=call, kv_len=positions, **changes) == "")
-                made = tiling(call, kv_len=positions, **changes)
-                assert not tails or made.block_q // made.packed_heads <= 32
-                found.add((tails, made.consumers))
-    assert found == {(False, 2), (False, 3), (True, 2)}
+            call = Common(problem, None, count=parts + 1, tails=True)
+            made = tiling(call, kv_len=positions, **changes)
+            assert (made.consumers, made.tail_rows) == (2, rows)
+            assert made.tail_stages >= 3
+            assert made.shared_bytes <= 227 * 1024
+            producer, consumer = made.registers
+            assert producer + made.tail_registers + 2 * consumer == 512
+    wide = tiling(Common(problem, None, count=3), kv_len=8192, **changes)
+    assert (wide.consumers, wide.tail_rows) == (3 if tokens > 700 else wide.consumers, 0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 64}, {"value_dim": 192}, {"head_dim": 256, "value_dim": 256}], ids=str
+)
+def test_where_tails_are_calls_of_their_own(changes):
+    problem = Problem("bfloat16", 0.125, bottom_right=True)
+    words = "tails beside pages in common have head dims 72 to 128, and no softcap"
+    assert words in refused(call=Common(problem, None, tails=True), **changes)
+    assert refused(call=Common(problem, None), **changes) == ""
+    capped = dataclasses.replace(problem, softcap=9.0)
+    assert words in refused(call=Common(capped, None, tails=True))
+    assert refused(call=Common(problem, None, tails=True)) == ""
 
 
 def test_sinks_of_each_member_take_pieces():
