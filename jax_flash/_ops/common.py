@@ -30,7 +30,7 @@ from jax_flash._merge import combine
 from jax_flash._ops import primitive
 from jax_flash._ops.decode import SCALES, in_one_pool, no_derivative
 from jax_flash._ops.prefill import Kernel, Prefill, bind
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Shapes
 
 SEES_COMMON, NEEDED, WRONG = 1, 2, 4  # of tails
 _UNIT_ROWS = 128  # of queries, that a multiprocessor computes together
@@ -119,9 +119,9 @@ class Common(Prefill):
         own, own_lse = run(call, *(rows[name] for name in call.operands))
         lse = jnp.where((flags & SEES_COMMON != 0)[..., None], lse, -jnp.inf)
         both, lse = combine((out, lse), (own[..., 0, :, :], own_lse[..., 0]))
-        needed, instead = flags & NEEDED != 0, flags & WRONG != 0
-        both = jnp.where(needed[..., None, None], both, jnp.where(instead, jnp.nan, 0.0)[..., None, None])
-        lse = jnp.where(needed[..., None], lse, jnp.where(instead, jnp.nan, -jnp.inf)[..., None])
+        needed, wrong = ((flags & bit != 0)[..., None] for bit in (NEEDED, WRONG))
+        lse = jnp.where(needed, lse, jnp.where(wrong, jnp.nan, -jnp.inf))
+        both = jnp.where(needed[..., None], both, jnp.where(wrong, jnp.nan, 0.0)[..., None])
         return both.astype(self.problem.dtype), lse
 
     def _as_row(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:

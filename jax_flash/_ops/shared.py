@@ -19,7 +19,7 @@ from jax_flash._merge import combine
 from jax_flash._ops import ragged
 from jax_flash._ops.common import NEEDED, SEES_COMMON, WRONG, Common, common
 from jax_flash._ops.ragged import Ragged
-from jax_flash._ops.requests import Requests, choose, piece_size
+from jax_flash._ops.requests import Requests, piece_size
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
@@ -85,8 +85,9 @@ def _one_kernel(call: Ragged) -> Common:
 def _is_one_kernel(call: Ragged, named: dict[str, jax.Array]) -> bool:
     """Whether one flash_common may compute both parts: tokens are rows of 16 bits."""
     plain = call.value_dim is None and call.quantized is None and "indices" not in named
-    rows = piece_size(named["q"].shape[0], named["page_table"].shape[0]) == 1
-    return plain and rows and _one_kernel(call).tails_fit(named["k"].shape[-1], named["v"].shape[-1])
+    if not plain or piece_size(named["q"].shape[0], named["page_table"].shape[0]) > 1:
+        return False
+    return _one_kernel(call).tails_fit(named["k"].shape[-1], named["v"].shape[-1])
 
 
 def _at_once(

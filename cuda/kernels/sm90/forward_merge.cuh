@@ -113,9 +113,7 @@ struct MergedRows {
       *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
       if (column > 0) continue;
       const float lse = largest[i] + ptx::log2_approx(total[i]) * kLn2;
-      p.merged_lse[to[i]] = is_needed         ? lse
-                            : tail.is_wrong() ? kNan
-                                              : kNegativeInfinity;
+      p.merged_lse[to[i]] = is_needed ? lse : tail.is_wrong() ? kNan : kNegativeInfinity;
     }
   }
 };

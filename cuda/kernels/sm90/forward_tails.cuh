@@ -281,9 +281,8 @@ struct TailWarpgroup {
 #pragma unroll
     for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
-      ptx::wgmma_ss<Element, 0, 0>(
-          scores, key.at(box * KeyBlockOfTail::kBoxBytes + inner),
-          query.at(box * 8 * kTailGroups * kBoxRowBytes + inner), i > 0);
+      ptx::wgmma_ss<Element, 0, 0>(scores, key.at(box * KeyBlockOfTail::kBoxBytes + inner),
+                                   query.at(box * 8 * kTailGroups * kBoxRowBytes + inner), i > 0);
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();

@@ -108,8 +108,8 @@ class ForwardTiling:
         """Blocks of keys or values of tails in flight: three at head dim 128."""
         if not self.tail_rows:
             return 1
-        without = dataclasses.replace(self, tail_rows=0).shared_bytes
-        return max(n for n in range(1, 7) if n == 1 or without + self._tail_bytes(n) <= _MOST_SHARED)
+        room = _MOST_SHARED - dataclasses.replace(self, tail_rows=0).shared_bytes
+        return max(n for n in range(1, 7) if n == 1 or self._tail_bytes(n) <= room)
 
     @property
     def outputs(self) -> int:

@@ -124,7 +124,7 @@ def choose_in_common(
     dynamic = units > multiprocessors(gpu)
     # What stands behind whole pages, or a tail, is seen by nobody: where its values are not finite,
     # rows of queries are computed again. To clear them takes 5 us of 31.
-    made = {"dynamic": dynamic, "in_common": True, "clears_values": False}
+    made: dict[str, Any] = {"dynamic": dynamic, "in_common": True, "clears_values": False}
     if tails:
         group = group_size(shapes)
         made["stages"] = min(tiling.stages, 2)
