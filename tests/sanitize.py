@@ -17,7 +17,10 @@ A warp gives a buffer back by one lane's arrival at an mbarrier, after __syncwar
 wgmma wait has brought its lanes together, which orders the accesses of all 32. racecheck (2025.3)
 follows only the lane that arrives: it reports accesses of lanes 1 to 31, and never one of lane 0.
 So for racecheck alone every lane arrives for itself (cuda/kernels/arrivals.cuh); what is left
-to report is then a hazard. --as-shipped shows the reports without that change.
+to report is then a hazard. --as-shipped shows the reports without that change. They come in single
+CTAs, and not in every run: a kernel of an mbarrier ring and a named barrier alone has them in 5 of
+64 CTAs where one lane arrives, and none where all do (H100, 2026-11-27). Caches of eight bits once
+had 194 in three of eight cases, as that kernel has them, and none in two later runs.
 
 compute-sanitizer 2025.3 itself ends with a segmentation fault, or stops, in about one of 100 cases
 while several run on one GPU. What it had to report of finished cases it has printed by then; the
