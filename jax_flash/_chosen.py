@@ -48,7 +48,6 @@ def as_decoding(problem: Problem, q, k, v, *terms: jax.Array) -> _Decoding:
         "q": call.q[:, None],
         "k": call.k.reshape(-1, 1, *k.shape[-2:]),
         "v": call.v.reshape(-1, 1, *v.shape[-2:]),
-        "lengths": jnp.zeros(call.slots.shape[0], jnp.int32),
         "page_table": call.slots,
     }
     if call.sinks is not None:

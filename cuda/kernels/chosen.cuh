@@ -2,6 +2,7 @@
 #pragma once
 
 #include "numbers.cuh"
+#include "ptx.cuh"
 
 namespace chosen {
 
@@ -12,13 +13,14 @@ inline constexpr int kRounds = 8;  // places that a thread reads at once: 2048 o
 }  // namespace chosen
 
 // A CTA has a row: places [chosen], below 0 where nothing is read. Its length comes out beyond
-// `chosen`, which refuses it, if the given one is or a place is kLacks.
+// `chosen`, which refuses it, if a place is kLacks.
 extern "C" __global__ void __launch_bounds__(chosen::kThreads)
     flash_chosen(const __grid_constant__ DecodeParams p) {
   using namespace chosen;
   __shared__ int counts[kRounds * kWarps];  // of what is read, by 32 places
   __shared__ int refused;
-  if (threadIdx.x == 0) refused = p.given_lengths[blockIdx.x] > p.chosen;
+  if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
+  if (threadIdx.x == 0) refused = 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64 first = static_cast<int64>(blockIdx.x) * p.chosen;
   const int* places = p.places + first;

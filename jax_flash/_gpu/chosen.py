@@ -15,8 +15,6 @@ from jax_flash._gpu.sizes import B, Size
 
 _THREADS = 256  # kThreads in cuda/kernels/chosen.cuh
 _COLUMNS = Size("columns")
-# Fields of the kernels of decoding, and what they are made of: operands of the same dtype and dims.
-_PACKED = {"page_table": "places", "lengths": "given_lengths"}
 
 
 def packs(plan: Plan) -> Plan:
@@ -33,15 +31,21 @@ def packs(plan: Plan) -> Plan:
     fields += [
         *scratch.values(),
         Field("const int*", "places", "places", "[B, columns], below 0: nothing is read"),
-        Field("const int*", "given_lengths", "given_lengths", "[B], beyond columns: refused"),
         Field("int", "chosen", _COLUMNS, "columns"),
     ]
+    packing = Kernel("flash_chosen", B, _THREADS, beside=True)
+    first, *others = plan.launch.steps
+    if plan.constants.get("kFollows"):
+        first = dataclasses.replace(first, overlaps=True)
     launch = dataclasses.replace(
         plan.launch,
         params=dataclasses.replace(params, fields=tuple(fields)),
-        steps=(Kernel("flash_chosen", B, _THREADS, beside=True), *plan.launch.steps),
+        steps=(packing, first, *others),
     )
-    operands = (dataclasses.replace(x, name=_PACKED.get(x.name, x.name)) for x in plan.operands)
+    operands = (
+        dataclasses.replace(x, name="places") if x.name == "page_table" else x
+        for x in plan.operands
+    )
     return dataclasses.replace(
         plan,
         operands=tuple(operands),

@@ -145,6 +145,8 @@ class LatentTiling:
             "kAppends": call.appends,
             "kRotates": False,
             "kOverlaps": True,
+            # The kernel ahead packs what rows read; this one begins before it has ended.
+            "kFollows": call.packs,
             "kMostParts": _MOST_PARTS,
         }
 

@@ -43,8 +43,8 @@ class Decode(Call):
       appends: there are new keys, and values unless k holds them.
       quantized: the dtype of k and v, one of `_cache.QUANTIZED`, which have scales then; None: q's.
       latent_rows: k is uint8, rows of latent attention that are packed (`_latent_rows.py`).
-      packs: the page table has pages below 0, which are left out (`_chosen.pack`); lengths say no
-        more than which rows are refused, by what is beyond the table.
+      packs: the page table has pages below 0, which are left out (`_chosen.pack`), and says which
+        rows are refused; there are no lengths.
     """
 
     rotary_base: float | None = None
@@ -64,7 +64,8 @@ class Decode(Call):
         table = ("page_table",) if self.paged else ()
         new = (f"new_{name}" for name in ("k", *v)) if self.appends else ()
         scales = SCALES[: 1 + len(v)] if self.quantized else ()
-        return ("q", "k", *v, "lengths", *table, *new, *scales, *self.problem.terms)
+        lengths = () if self.packs else ("lengths",)
+        return ("q", "k", *v, *lengths, *table, *new, *scales, *self.problem.terms)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -207,14 +208,18 @@ class Decode(Call):
         slots, refused = blockwise_decode.chosen_slots(
             call.problem, named["indices"], lengths, positions, k, table, call.appends
         )
+        # A row that is longer than its cache gives NaN.
+        refused = refused[:, None, None]
+        if slots.shape[-1]:
+            slots = jnp.where(refused, _chosen.LACKS, slots)
+        else:
+            slots = jnp.broadcast_to(jnp.where(refused, _chosen.LACKS, -1), (batch, q_len, 1))
         slots = slots.reshape(batch * q_len, slots.shape[-1])
         rows = call._of_rows
         given = named | {
             "q": q.reshape(batch * q_len, 1, *q.shape[-2:]),
             "k": k.reshape(-1, 1, *k.shape[-2:]),
             "v": None if v is None else v.reshape(-1, 1, *v.shape[-2:]),
-            # A row that is longer than its cache gives NaN.
-            "lengths": jnp.where(jnp.repeat(refused, q_len), slots.shape[1] + 1, 0),
             "page_table": slots,
         }
         if "sinks" in given and given["sinks"].shape[0] != 1:
@@ -228,10 +233,9 @@ class Decode(Call):
         if not self.packs:
             return self, operands
         named = self.name_operands(operands)
-        table, count = _chosen.pack(named["page_table"])
-        refused = named["lengths"] > table.shape[1]
-        named |= {"page_table": table, "lengths": jnp.where(refused, named["lengths"], count)}
-        return dataclasses.replace(self, packs=False), tuple(named.values())
+        named["page_table"], named["lengths"] = _chosen.pack(named["page_table"])
+        call = dataclasses.replace(self, packs=False)
+        return call, tuple(named[name] for name in call.operands)
 
     def rotated(self, *operands: jax.Array) -> tuple["Decode", tuple[jax.Array, ...]]:
         """Rotates q and new_k, for kernels that do not: returns the call that is left to do."""

@@ -176,6 +176,9 @@ def test_a_row_that_lacks_a_page_that_it_reads_is_nan(backend):
     is_nan = np.isnan(np.asarray(got.out)).any(axis=(1, 2, 3))
     assert is_nan.tolist() == [False, True, False, True]  # the last is longer than its table
     np.testing.assert_array_equal(np.isnan(np.asarray(got.lse)).any(axis=(1, 2)), is_nan)
+    nothing = given | {"indices": indices[..., :0]}
+    lse = np.asarray(jax_flash.decode_attention(*arrays, **nothing, **options).lse)
+    assert np.isnan(lse).any(axis=(1, 2)).tolist() == [False, False, False, True]
     ragged = {name: x[:, 0] for name, x in given.items() if name in ("new_key", "new_value")}
     ragged |= {name: given[name] for name in ("lengths", "page_table")}
     mixed = jax_flash.ragged_paged_attention(

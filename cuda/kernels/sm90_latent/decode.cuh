@@ -15,7 +15,9 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
   LatentShared& shared = *reinterpret_cast<LatentShared*>(dynamic_shared);
   const int warp = ptx::warp_index();
   // Lengths come while barriers are made.
-  if (const int at = threadIdx.x % 32 * 32; at < p.batch) ptx::prefetch(p.lengths + at);
+  if (const int at = threadIdx.x % 32 * 32; !kFollows && at < p.batch) {
+    ptx::prefetch(p.lengths + at);
+  }
   if (threadIdx.x == 0) {
     if (!kPackedRows && p.pages > 0 && p.page_size > 0) ptx::prefetch_tensor_map(&p.key);
     ptx::prefetch_tensor_map(&p.query_rows);
@@ -30,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     ptx::barrier_init_fence();
   }
   const Share share(p);
+  if constexpr (kFollows) ptx::wait_for_the_kernel_ahead();  // which finds lengths and pages
   const Line line(p);
   __syncthreads();
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
