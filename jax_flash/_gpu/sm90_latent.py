@@ -14,7 +14,7 @@ from jax_flash._gpu.buffers import dims_of
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.decode_launch import decode_launch, operands_of, results_of, same_of
 from jax_flash._gpu.family import Family
-from jax_flash._gpu.fields import Field, Map, Struct, name_of
+from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Launch, Number, Plan
 from jax_flash._gpu.sizes import B, N, T
 from jax_flash._gpu.sm90.hopper import multiprocessors
@@ -112,7 +112,7 @@ class LatentTiling:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: two blocks, queries, what warpgroups tell, barriers."""
         tiles = 3 * self.block_kv * 2 * self.head_dim
-        told = 4 * (2 + 4) * self.head_rows + 4 * 2 * self.block_kv
+        told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
         barriers = 8 * (2 * (self.head_dim // 64 + 2) + 2)
         incoming, parked = (4 * 128 * 16, 4 * 16) if self.latent_rows else (0, 16)
         return tiles + told + barriers + 16 + incoming + parked
@@ -189,8 +189,11 @@ def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.head_rows)
     text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
     field = Field("TensorMap", "query_rows", rows, text)
-    struct = launch.params
-    return dataclasses.replace(launch, params=Struct(struct.name, (*struct.fields, field)))
+    left = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
+    rows_of_sums = Field("float*", "partial_rows", left, "[ctas, 2, share rows, 4]: LeftRow")
+    fields = (rows_of_sums if x.name == "partial_rows" else x for x in launch.params.fields)
+    struct = Struct(launch.params.name, (*fields, field))
+    return dataclasses.replace(launch, params=struct)
 
 
 def _rows(shapes: Shapes) -> int:

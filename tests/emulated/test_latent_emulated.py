@@ -58,7 +58,7 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     # A box is a position: two of a block for each lane.
     (latent("pages of 3", N=16, T=2, page=3, lengths=(150, 40), appends=True), {"parts": 3}),
     (latent("pages of 16", N=33, T=3, page=16, lengths=(150, 40), softcap=3.0, window=70,
-            dtype="float16", appends=True), {"parts": 1}),
+            dtype="float16", appends=True), {"parts": 3}),
 ]  # fmt: skip
 
 

@@ -232,12 +232,12 @@ struct LatentLoader {
     ptx::copy_async_wait();
   }
 
-  // A lane's pieces of a box.
+  // A lane's pieces of a box. Keys leave L2 first, also where CTAs of other query rows read them:
+  // else they evict the kernel's instructions, and what parts leave.
   __device__ __forceinline__ void fetch(uint32 to, uint32 full, int box, const Boxes& boxes) const {
-    const uint64 policy = p.row_groups == 1 ? ptx::kEvictFirst : ptx::kEvictNormal;
     boxes.each([&](int piece, int page, int row) {
-      ptx::tma_load(to + piece * kBoxRows * kBoxRowBytes, &p.key, full, policy, box * kBoxColumns,
-                    0, row, page);
+      ptx::tma_load(to + piece * kBoxRows * kBoxRowBytes, &p.key, full, ptx::kEvictFirst,
+                    box * kBoxColumns, 0, row, page);
     });
   }
 };

@@ -1,8 +1,8 @@
 // Latent decoding, the second kernel: units that several CTAs share are merged by all of these, a
 // slice of the sums by each. Lengths alone decide in which order parts are added.
 //
-// A slice of all parts is as much for every number of parts: 16 loads of 16 bytes for each thread,
-// eight of which are under way together.
+// A slice of all parts is as much for every number of parts: eight pieces for each thread, whose
+// loads are under way together.
 #pragma once
 
 #include "decode_merge.cuh"
@@ -11,10 +11,16 @@
 namespace decode {
 
 struct MergeShared {
-  float factors[kMostParts][kShareRows + 4];  // of the parts' sums; no banks are asked twice
-  float4 sums[kMergeThreads];
+  union {
+    float factors[kMostParts][kShareRows + 4];  // of the parts' sums; no banks are asked twice
+    float4 sums[2][kMergeThreads];              // of pieces, when all factors have been read
+  };
+  signed char exponents[kMostParts][kShareRows];
 };
 static_assert(sizeof(MergeShared) <= 48 << 10 && kMergeThreads == 8 * kShareRows);
+// Four threads turn theirs into eight columns each.
+inline constexpr int kQuads = kLeftPieces / 4;
+static_assert(kMostParts <= kQuads && kLeftPieces / 9 + 4 <= kMergeThreads);
 
 // A unit's parts, of which this CTA has one.
 struct LatentMerge {
@@ -40,14 +46,11 @@ struct LatentMerge {
   __device__ __forceinline__ void run() const {
     if (count == 1) return;
     find_factors();
-    const int begin = kLeftPieces * own / count, end = kLeftPieces * (own + 1) / count;
+    const int begin = kQuads * own / count * 4, end = kQuads * (own + 1) / count * 4;
     if (count <= kAtOnce) {
       add_few(begin, end);
     } else {
-#pragma unroll 1
-      for (int at = begin; at < end; at += kMergeThreads) {
-        add_many(at, min(end - at, kMergeThreads));
-      }
+      add_many(begin, end - begin);
     }
   }
 
@@ -65,11 +68,15 @@ struct LatentMerge {
     float base = kNoBase, total = 0.0f;
 #pragma unroll 4
     for (int part = lane; part < count; part += kThreads) {
-      const float2 of = row < rows
-                            ? reinterpret_cast<const float2*>(p.partial_rows)[place_of(part, row)]
-                            : make_float2(kNoBase, 0.0f);
-      shared.factors[part][row] = of.x;
-      add_total(base, total, of.x, of.y);
+      LeftRow of{kNoBase, 0.0f, 0, 0};
+      if (row < rows) {
+        const auto* const from = reinterpret_cast<const float4*>(p.partial_rows);
+        const float4 found = from[place_of(part, row)];
+        of = {found.x, found.y, __float_as_int(found.z), 0};
+      }
+      shared.factors[part][row] = of.base;
+      shared.exponents[part][row] = static_cast<signed char>(of.exponent);
+      add_total(base, total, of.base, of.total);
     }
 #pragma unroll
     for (int step = 1; step < kThreads; step *= 2) {
@@ -81,7 +88,8 @@ struct LatentMerge {
       const Conclusion end = conclude(p, base, total, unit.batch, place.head);
       for (int part = lane; part < count; part += kThreads) {
         float& factor = shared.factors[part][row];
-        factor = ptx::exp2_approx(factor - base) * end.factor;
+        factor = ptx::exp2_approx(factor - base) * end.factor *
+                 ptx::power_of_two(shared.exponents[part][row]);
       }
       if (own == 0 && lane == 0) store_lse(p, unit, place, end.lse);
     }
@@ -94,42 +102,63 @@ struct LatentMerge {
     base = now;
   }
 
-  __device__ __forceinline__ float4 load(int part, int piece) const {
-    const float* const from = p.partial_out + place_of(part, 0) * kValueColumns;
-    return reinterpret_cast<const float4*>(from)[piece];
+  struct Sums {
+    float of[8] = {};
+  };
+  using Loaded = uint4[kLeftBytes / 16];
+  __device__ __forceinline__ void load(int part, int piece, Loaded& to) const {
+    const unsigned char* const from = left_of(p, place_of(part, 0)) + piece * kLeftBytes;
+#pragma unroll
+    for (int i = 0; i < kLeftBytes / 16; ++i) to[i] = reinterpret_cast<const uint4*>(from)[i];
   }
-  __device__ __forceinline__ void add(float4& sum, int part, int row, const float4& values) const {
+  __device__ __forceinline__ void add(Sums& sum, int part, int row, const Loaded& loaded) const {
     const float factor = shared.factors[part][row];
-    sum.x = fmaf(values.x, factor, sum.x);
-    sum.y = fmaf(values.y, factor, sum.y);
-    sum.z = fmaf(values.z, factor, sum.z);
-    sum.w = fmaf(values.w, factor, sum.w);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4& four = loaded[kLeavesHalves ? 0 : i / 2];
+      float low, high;
+      if constexpr (kLeavesHalves) {
+        const uint32 pair = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+        low = Float16::unpack_low(pair);
+        high = Float16::unpack_high(pair);
+      } else {
+        low = __uint_as_float(i % 2 == 0 ? four.x : four.z);
+        high = __uint_as_float(i % 2 == 0 ? four.y : four.w);
+      }
+      sum.of[2 * i] = fmaf(low, factor, sum.of[2 * i]);
+      sum.of[2 * i + 1] = fmaf(high, factor, sum.of[2 * i + 1]);
+    }
   }
 
   // A thread adds up all parts of a piece: of several pieces at once, where there are few parts.
+  // Whole warps stay together.
   __device__ __forceinline__ void add_few(int begin, int end) const {
     int log = 1;  // of the parts that a piece has among kAtOnce
     while (1 << log < count) ++log;
     const int step = (kAtOnce >> log) * kMergeThreads;
 #pragma unroll 1
-    for (int first = begin + threadIdx.x; first < end; first += step) {
-      const auto piece_of = [&](int i) { return first + (i >> log) * kMergeThreads; };
+    for (int first = begin; first < end; first += step) {
+      const auto piece_of = [&](int i) {
+        return first + static_cast<int>(threadIdx.x) + (i >> log) * kMergeThreads;
+      };
       const auto part_of = [&](int i) { return i & ((1 << log) - 1); };
-      float4 values[kAtOnce], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      Loaded loaded[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int piece = piece_of(i);
         const bool counts = part_of(i) < count && piece < end && LeftPiece(piece).row < rows;
-        values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (counts) values[i] = load(part_of(i), piece);
+#pragma unroll
+        for (uint4& x : loaded[i]) x = make_uint4(0, 0, 0, 0);
+        if (counts) load(part_of(i), piece, loaded[i]);
       }
+      Sums sum;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const LeftPiece piece(piece_of(i));
-        if (part_of(i) < count) add(sum, part_of(i), piece.row, values[i]);
+        const int piece = piece_of(i);
+        if (part_of(i) < count) add(sum, part_of(i), LeftPiece(piece).row, loaded[i]);
         if (i % 2 == 0 || part_of(i + 1) != 0) continue;
-        if (piece_of(i) < end) store(piece, sum);
-        sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        store(LeftPiece(piece), piece < end, sum);
+        sum = Sums{};
       }
     }
   }
@@ -139,41 +168,56 @@ struct LatentMerge {
     const int threads = kMergeThreads / pieces, lane = threadIdx.x / pieces;
     const int at = begin + threadIdx.x - lane * pieces;
     const LeftPiece piece(at);
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    Sums sum;
     if (lane < threads && piece.row < rows) {
 #pragma unroll 1
       for (int first = lane; first < count; first += kAtOnce * threads) {
-        float4 values[kAtOnce];
+        Loaded loaded[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int part = first + i * threads;
-          if (part < count) values[i] = load(part, at);
+          if (part < count) load(part, at, loaded[i]);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int part = first + i * threads;
-          if (part < count) add(sum, part, piece.row, values[i]);
+          if (part < count) add(sum, part, piece.row, loaded[i]);
         }
       }
     }
-    __syncthreads();  // those of other pieces have been read
-    shared.sums[threadIdx.x] = sum;
-    __syncthreads();
-    if (lane > 0) return;
-    for (int i = 1; i < threads; ++i) {
-      const float4 more = shared.sums[threadIdx.x + i * pieces];
-      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+    if (threads > 1) {
+      __syncthreads();  // all factors have been read
+      const float (&of)[8] = sum.of;
+      shared.sums[0][threadIdx.x] = make_float4(of[0], of[1], of[2], of[3]);
+      shared.sums[1][threadIdx.x] = make_float4(of[4], of[5], of[6], of[7]);
+      __syncthreads();
+      for (int i = 1; i < threads && lane == 0; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float4 more = shared.sums[j][threadIdx.x + i * pieces];
+          sum.of[4 * j] += more.x;
+          sum.of[4 * j + 1] += more.y;
+          sum.of[4 * j + 2] += more.z;
+          sum.of[4 * j + 3] += more.w;
+        }
+      }
     }
-    store(piece, sum);
+    store(piece, lane == 0, sum);
   }
 
-  __device__ __forceinline__ void store(const LeftPiece& piece, const float4& sum) const {
-    if (piece.row >= rows) return;
+  // Whole warps call; four lanes store 32 columns of a row, eight each.
+  __device__ __forceinline__ void store(const LeftPiece& piece, bool exists,
+                                        const Sums& sum) const {
+    float two_rows[16];  // a fragment, of whose first row these are
+    uint32 pieces[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) two_rows[fragment::element(i / 2, 0, i % 2)] = sum.of[i];
+    fragment::gather_row(two_rows, 0, 1.0f, pieces);
+    if (!exists || piece.row >= rows) return;
     const int64 row = static_cast<int64>(unit.batch) * p.query_len * p.query_heads +
                       share.first_row() + piece.row;
-    Bits* const to = static_cast<Bits*>(p.out) + row * kValueDim + piece.column;
-    *reinterpret_cast<uint32*>(to) = Element::pack(sum.x, sum.y);
-    *reinterpret_cast<uint32*>(to + 8) = Element::pack(sum.z, sum.w);
+    uint4* const to = static_cast<uint4*>(p.out) + (row * kValueDim + piece.column / 32 * 32) / 8;
+    to[threadIdx.x % 4] = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
   }
 };
 

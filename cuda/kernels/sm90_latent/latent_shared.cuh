@@ -39,10 +39,11 @@ struct Incoming<true> {
 struct LatentShared : Incoming<kPackedRows> {
   unsigned char keys[2][kKeyBytes];  // at multiples of 1024 bytes
   unsigned char queries[kKeyBytes];
-  float base[2][kShareRows];     // of rows, by the owner of the last block
-  float sums[2][2][kShareRows];  // of units in turn, by warpgroup
-  uint32 bad[2][kBlockKV];       // by owner: positions whose values are not finite
-  Barrier full[2][kKeyBoxes];    // a box of a stage has come
+  float base[2][kShareRows];          // of rows, by the owner of the last block
+  float sums[2][2][kShareRows];       // of units in turn, by warpgroup
+  short exponents[2][2][kShareRows];  // likewise, of the largest of a row's sums: kLeavesHalves
+  uint32 bad[2][kBlockKV];            // by owner: positions whose values are not finite
+  Barrier full[2][kKeyBoxes];         // a box of a stage has come
   // A half of a stage is free: boxes of 256 columns, and with the half that the owner does not
   // multiply what lies behind them.
   Barrier empty[2][2];
