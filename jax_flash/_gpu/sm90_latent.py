@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jax_flash import _latent_rows
 from jax_flash._gpu.buffers import dims_of
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.decode_launch import decode_launch, operands_of, results_of, same_of
@@ -98,6 +99,7 @@ class LatentTiling:
     shares: int  # CTAs of a part: groups of query rows
     box_rows: int  # positions that TMA loads at once: in one page for sure
     latent_rows: bool = False  # packed rows, which come through shared memory
+    query_rows: int = _ROWS  # that shared memory has place for: 16, 32 or 64
 
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
@@ -111,11 +113,20 @@ class LatentTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: two blocks, queries, what warpgroups tell, barriers."""
-        tiles = 3 * self.block_kv * 2 * self.head_dim
+        boxes = self.head_dim // 64
+        tiles = 128 * (2 * boxes * self.block_kv + (boxes - 1) * self.query_rows + self.head_rows)
         told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
-        barriers = 8 * (2 * (self.head_dim // 64 + 2) + 2)
+        barriers = 8 * (2 * (boxes + 2) + 2)
         incoming, parked = (4 * 128 * 16, 4 * 16) if self.latent_rows else (0, 16)
+        if self.rings:
+            rows = 4 * (16 if self.query_rows == 16 else 12)
+            incoming = -(-rows * _latent_rows.BYTES // 1024) * 1024
         return tiles + told + barriers + 16 + incoming + parked
+
+    @property
+    def rings(self) -> bool:
+        """Packed rows come to a ring of each warp, for which few query rows leave place."""
+        return self.latent_rows and self.query_rows < self.head_rows
 
     def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, by name."""
@@ -138,6 +149,8 @@ class LatentTiling:
             "kSplitsColumns": False,
             "kPaged": call.paged,
             "kPackedRows": self.latent_rows,
+            "kRings": self.rings,
+            "kQueryRows": self.query_rows,
             # TMA takes some 60 cycles of a warp for each row of a box that lies by itself. So rows
             # that may lie anywhere come by cp.async, 16 bytes a thread, as packed ones do.
             "kByThreads": self.box_rows == 1 or self.latent_rows,
@@ -163,6 +176,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
         latent_rows=call.latent_rows,
+        query_rows=_query_rows(shapes) if call.latent_rows else _ROWS,
     )
 
 
@@ -186,7 +200,7 @@ def _parts(batch: Any, most: int) -> int:
 def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     """Returns what decoding launches, with a tensor map of the queries."""
     launch = decode_launch(call, shapes, tiling, tma=True)  # type: ignore[arg-type]
-    rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.head_rows)
+    rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.query_rows)
     text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
     field = Field("TensorMap", "query_rows", rows, text)
     left = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
@@ -194,6 +208,13 @@ def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     fields = (rows_of_sums if x.name == "partial_rows" else x for x in launch.params.fields)
     struct = Struct(launch.params.name, (*fields, field))
     return dataclasses.replace(launch, params=struct)
+
+
+def _query_rows(shapes: Shapes) -> int:
+    """Counts the query rows that a CTA has place for."""
+    if not isinstance(shapes.q_len, int) or not isinstance(shapes.q_heads, int):
+        return _ROWS
+    return next((x for x in (16, 32) if x >= _rows(shapes)), _ROWS)
 
 
 def _rows(shapes: Shapes) -> int:

@@ -51,3 +51,17 @@ def test_numbers_that_are_none_reach_what_sees_them(emulator: Emulator):
     assert isinstance(got, jax_flash.Decoded)
     assert np.isnan(np.float32(got.out[0])).all(axis=(1, 2)).tolist() == [True, True]
     assert np.isnan(np.float32(got.out[1])).any(axis=(1, 2)).tolist() == [False, True]
+
+
+def test_a_page_that_is_none_gives_nan(emulator: Emulator):
+    """Two tiles of rows, whose CTAs convert half of a block's rows each."""
+    case = draw(lengths=(70, 70, 70), heads=128, page=16, odd_scales=True)
+    table = np.asarray(case.arrays["page_table"]).copy()
+    table[0, 1], table[2, 3] = -1, 1 << 20  # of either half
+    arrays = case.arrays | {"page_table": jnp.asarray(table)}
+    got = emulator.run(Latent(Packed(arrays), {}), seed=2)  # type: ignore[arg-type]
+    assert isinstance(got, jax_flash.Decoded)
+    assert np.isnan(np.float32(got.out)).all(axis=(1, 2, 3)).tolist() == [True, False, True]
+    assert case.expected is not None
+    off = np.abs(np.float64(got.out[1]) - case.expected[1])
+    assert (off < 0.06 * np.sqrt(np.mean(case.expected[1] ** 2))).all()

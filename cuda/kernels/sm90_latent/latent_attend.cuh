@@ -18,8 +18,8 @@
 
 namespace decode {
 
-inline constexpr int kLoaderRegisters = kByThreads ? 72 : 40;
-inline constexpr int kConsumerRegisters = kByThreads ? 216 : 232;
+inline constexpr int kLoaderRegisters = kRings ? 56 : kByThreads ? 72 : 40;
+inline constexpr int kConsumerRegisters = kRings ? 224 : kByThreads ? 216 : 232;
 // The kernel starts with 168 for each thread, a multiple of 8; of more, the last warpgroup that
 // asks would wait for ever.
 static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
@@ -34,6 +34,13 @@ struct LatentBase {
 // 4 % of the time. Compared with a thread's quarter of the row. Keys that come by cp.async are
 // what a call waits for: there it rises with every maximum.
 inline constexpr float kMostWeight = kByThreads ? 1.0f : 256.0f, kMostOfQuarter = 0.8f;
+
+__device__ __forceinline__ void release(Barrier& barrier) {
+  __syncwarp();
+  if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) {
+    ptx::lane_arrive(ptx::shared_address(&barrier));
+  }
+}
 
 template <int kGroup>
 struct LatentConsumer {
@@ -98,7 +105,7 @@ struct LatentConsumer {
     if constexpr (kGroup == 0) {
       begin_scores(block, first);
       // The second block's products come behind those of the first.
-      if constexpr (kBoth) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
+      if constexpr (kBoth && !kRings) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
       finish_products(scores);
       if (is_last) release(shared.queries_empty);
       weigh(block, first, correction);
@@ -114,20 +121,29 @@ struct LatentConsumer {
         release_half(second);
       }
     } else {
-      if constexpr (kBoth) {
+      if constexpr (kBoth && !kRings) {
         ptx::named_barrier_sync(kTurnBarrier, 2 * kGroupThreads);
         begin_scores(block + 1, second);
         finish_products(scores);
       }
-      if (is_last) release(shared.queries_empty);
+      if (is_last && !(kBoth && kRings)) release(shared.queries_empty);
       take_over();
       begin_others_values(first);
+      if constexpr (kBoth && kRings) {  // the loader waits for both halves
+        finish_products(output);
+        release_half(first);
+        begin_scores(block + 1, second);
+        finish_products(scores);
+        if (is_last) release(shared.queries_empty);
+      }
       if constexpr (kBoth) {
         weigh(block + 1, second, correction);
         hand_over(second);
       }
-      finish_products(output);
-      release_half(first);
+      if constexpr (!(kBoth && kRings)) {
+        finish_products(output);
+        release_half(first);
+      }
       if constexpr (kBoth) {
         rescale(correction);
         begin_own_values(second);
@@ -138,12 +154,6 @@ struct LatentConsumer {
     blocks += kBoth ? 2 : 1;
   }
 
-  __device__ __forceinline__ void release(Barrier& barrier) const {
-    __syncwarp();
-    if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) {
-      ptx::lane_arrive(ptx::shared_address(&barrier));
-    }
-  }
   // Own columns of a block's values.
   __device__ __forceinline__ void release_half(uint32 number) const {
     release(shared.empty[stage_of_block(number)][kGroup]);
@@ -168,7 +178,7 @@ struct LatentConsumer {
       ptx::barrier_wait(full + 8 * box, parity);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kBoxBytes + i * 32),
+        ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kQueryBoxBytes + i * 32),
                                      key.at(box * kBoxBytes + i * 32), box + i > 0);
       }
     }

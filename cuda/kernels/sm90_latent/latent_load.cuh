@@ -7,6 +7,7 @@
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1
 #include "sm90_latent/latent_boxes.cuh"
 #include "sm90_latent/latent_packed.cuh"
+#include "sm90_latent/latent_rings.cuh"
 
 namespace decode {
 
@@ -19,6 +20,10 @@ struct LatentLoader {
   bool is_coming = false;        // the last block, by cp.async, of which nobody has been told
 
   __device__ __forceinline__ void run(const Line& line) {
+    if constexpr (kRings) {
+      run_rings<RingLoader<LatentShared>>(line);
+      return;
+    }
     line.walk<kPackedRows>(
         share,
         [&](const Unit& unit, const Range& range) {
@@ -42,16 +47,26 @@ struct LatentLoader {
         },
         ptx::shared_address(shared.parked + (kPackedRows ? warp : 0)));
   }
+  template <class Rings>
+  __device__ __forceinline__ void run_rings(const Line& line) {
+    Rings rings(p, shared, warp);
+    line.walk<true>(
+        share,
+        [&](const Unit& unit, const Range& range) {
+          rings.load(unit, range, blocks, [&] { load_queries(unit); });
+        },
+        ptx::shared_address(shared.parked + warp));
+  }
 
   __device__ __forceinline__ void load_queries(const Unit& unit) {
     if (threadIdx.x % 32 == 0) {
       const uint32 full = ptx::shared_address(&shared.queries_full);
       ptx::barrier_wait(ptx::shared_address(&shared.queries_empty), units % 2 ^ 1);
-      ptx::barrier_arrive_expect(full, ceil_div(kKeyBoxes - warp, kLoaders) * kBoxBytes);
+      ptx::barrier_arrive_expect(full, ceil_div(kKeyBoxes - warp, kLoaders) * kQueryBoxBytes);
 #pragma unroll 1
       for (int box = warp; box < kKeyBoxes; box += kLoaders) {
-        ptx::tma_load(ptx::shared_address(shared.queries) + box * kBoxBytes, &p.query_rows, full,
-                      ptx::kEvictNormal, box * kBoxColumns, 0, share.first_row(), unit.batch);
+        ptx::tma_load(ptx::shared_address(shared.queries) + box * kQueryBoxBytes, &p.query_rows,
+                      full, ptx::kEvictNormal, box * kBoxColumns, 0, share.first_row(), unit.batch);
       }
     }
     __syncwarp();

@@ -5,7 +5,8 @@
 // are, two rows at a time, and write bfloat16 to where the block lies while the next six come. Rows
 // of blocks that follow come to L2 meanwhile. A warp is alone on its scheduler and waits for
 // instructions, not for memory: so they are few, and no load goes through registers that the next
-// turn of a loop has, since these are copied, and copies wait.
+// turn of a loop has, since these are copied, and copies wait. Calls of up to 32 query rows have
+// another loader: latent_rings.cuh.
 #pragma once
 
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1
@@ -13,7 +14,6 @@
 
 namespace decode {
 
-inline constexpr int kPackedBytes = 656;
 inline constexpr int kPackedScalesAt = 512, kPackedPlainAt = 528;
 static_assert(!kPackedRows || (kBFloat16 && kHeadDim == 576 && !kAppends));
 

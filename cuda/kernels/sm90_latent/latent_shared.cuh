@@ -15,6 +15,7 @@ namespace decode {
 inline constexpr int kGroupThreads = 128;  // of a warpgroup
 inline constexpr int kLatentThreads = 3 * kGroupThreads;
 inline constexpr int kLoaders = 4;  // warps
+inline constexpr int kPackedBytes = 656;
 inline constexpr int kBoxBytes = kBlockKV * kBoxRowBytes;
 inline constexpr int kKeyBoxes = kHeadDim / kBoxColumns;
 inline constexpr int kHalfBoxes = kValueDim / kBoxColumns / 2;  // of the values, a warpgroup's
@@ -26,19 +27,30 @@ static_assert(kHalfBoxes == kLoaders);  // so a box is always the same warp's
 static_assert(kHeadDim % kBoxColumns == 0 && kValueDim == 512 && kHeadDim > kValueDim);
 static_assert(kCacheColumns == kBoxColumns);
 
-// With packed rows: what each thread that loads has under way.
-template <bool kIsPacked>
+// Queries of a box. A product reads 64 rows of it: of fewer what lies behind them too, which makes
+// rows that nobody stores.
+inline constexpr int kQueryBoxBytes = kQueryRows * kBoxRowBytes;
+static_assert(kQueryRows % 16 == 0 && kQueryRows <= kShareRows);
+
+// With packed rows: what each thread that loads has under way (latent_packed.cuh), or with kRings
+// each warp, as many rows as there is place for (latent_rings.cuh).
+template <bool kIsPacked, bool kInRings>
 struct Incoming {
   static constexpr uint4* incoming = nullptr;
 };
 template <>
-struct Incoming<true> {
+struct Incoming<true, false> {
   uint4 incoming[4 * kGroupThreads];  // 8 KB: keys still begin at a multiple of 1024 bytes
 };
+template <>
+struct Incoming<true, true> {
+  static constexpr int kRows = kQueryRows == 16 ? 16 : 12;               // of a warp
+  uint4 incoming[ceil_div(kLoaders * kRows * kPackedBytes, 1024) * 64];  // a multiple of 1024 bytes
+};
 
-struct LatentShared : Incoming<kPackedRows> {
+struct LatentShared : Incoming<kPackedRows, kRings> {
   unsigned char keys[2][kKeyBytes];  // at multiples of 1024 bytes
-  unsigned char queries[kKeyBytes];
+  unsigned char queries[(kKeyBoxes - 1) * kQueryBoxBytes + kBoxBytes];
   float base[2][kShareRows];          // of rows, by the owner of the last block
   float sums[2][2][kShareRows];       // of units in turn, by warpgroup
   short exponents[2][2][kShareRows];  // likewise, of the largest of a row's sums: kLeavesHalves
