@@ -90,7 +90,7 @@ struct LineFactor<true> {
 // `Element` is the type of the weights.
 template <class Element>
 struct SoftmaxState {
-  static constexpr int kHeadroom = Element::kHeadroom;
+  static constexpr auto kHeadroom = Element::kHeadroom;
 
   float base[2];  // log2 units; exponentials are relative to it
   float sum[2];   // of this thread's exponentials
@@ -233,6 +233,26 @@ struct SoftmaxState {
     }
     return differs;
   }
+  // Scores become weights, which a product adds up: add_block().
+  template <int kCount>
+  __device__ __forceinline__ void weigh_unsummed(float (&scores)[kCount], float factor) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      scores[i] = ptx::exp2_approx(fmaf(scores[i], factor, -base[fragment::row(i)]));
+    }
+  }
+  // A quarter of each row's sum, of weights as they are rounded. The first block's sum is without
+  // rounding, which is marked by its sign: what comes of it then is left out.
+  __device__ __forceinline__ void hold_first_block() {
+    sum[0] = -sum[0];
+    sum[1] = -sum[1];
+  }
+  __device__ __forceinline__ void add_block(const float (&sums)[4]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      sum[row] = fabsf(sum[row]) + (__float_as_int(sum[row]) < 0 ? 0.0f : sums[2 * row]);
+    }
+  }
   // Has a base of the thread's rows to rise?
   __device__ __forceinline__ bool rises(const float (&apart)[2]) const {
     bool decisive = false;
@@ -244,8 +264,8 @@ struct SoftmaxState {
     }
     return decisive;
   }
-  // Bases rise to the maxima of the weights, which are of these then.
-  template <int kCount>
+  // Bases rise to the maxima of the weights, which are of these then. kByProduct: sums are.
+  template <bool kByProduct = false, int kCount>
   __device__ __forceinline__ void raise(float (&weights)[kCount], float (&correction)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -253,13 +273,15 @@ struct SoftmaxState {
       // 2^26 may round up.
       const float largest = row_maximum<kCount>(weights, row);
       float needed = ptx::log2_approx(largest) + kHeadroom;
-      if constexpr (kHeadroom < 0) {  // a sum of many weights, none of which is large, too
+      if constexpr (kHeadroom < 0 && !kByProduct) {  // a sum of many, none of which is large, too
         needed = fmaxf(needed, ptx::log2_approx(heaviest_sum(weights, row) / kCalmSum));
       }
       const float lift = fminf(fmaxf(needed, 0.0f), 125.0f);
       const float now = base[row] + lift;
       const bool holds = largest < kInfinity && base[row] - now >= -126.0f;
       rise(row, holds ? now : base[row], correction[row]);
+      // The product has 448 in the place of an infinite weight.
+      if (kByProduct && !holds && largest > 1.0f) sum[row] = kInfinity;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (fragment::row(i) == row) weights[i] *= correction[row];
@@ -323,7 +345,7 @@ struct SoftmaxState {
     // Before a sink, which could make it NaN. Beyond 2^125 the reciprocal goes. The largest weight
     // is 2^-kHeadroom or more, unless a base beyond 2^24 was rounded up: then weights may have
     // gone.
-    constexpr int kRoundedUp = kHeadroom > 0 ? kHeadroom / 4 : 0;
+    constexpr int kRoundedUp = kHeadroom > 0 ? static_cast<int>(kHeadroom) / 4 : 0;
     const bool lost = total > 0x1p125f || total < ptx::power_of_two(-kHeadroom - kRoundedUp - 1);
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
@@ -333,7 +355,7 @@ struct SoftmaxState {
       largest = with_sink;
     }
     // Headroom away first, which is exact: the logarithm of 2^-80 would cost four bits.
-    const int away = total > 1.0f ? 0 : kHeadroom;
+    const int away = total > 1.0f ? 0 : static_cast<int>(kHeadroom);
     lse = (largest - away + ptx::log2_approx(total * ptx::power_of_two(away))) * kLn2;
     if (lost) lse = kInfinity;
     return factor * ptx::reciprocal_approx(total);

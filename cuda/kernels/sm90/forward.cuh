@@ -37,6 +37,7 @@
 //   bool kDrainsToHide        the same before a softmax of a block whose elements need tests
 //   bool kApart               the product with the values is done before the next scores begin
 //   int kOutputs              parts that a block's output comes in, of float8; else 1
+//   bool kSumsByProduct       a product with ones adds up the weights of rows, of float8
 //   int kProducerRegisters, kConsumerRegisters
 // and by flags: jax_flash/_gpu/sm90/forward_schedule.py says what each means, and why it is set.
 // Dynamic shared memory: kParts times kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)

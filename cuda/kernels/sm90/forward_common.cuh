@@ -27,6 +27,8 @@ inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
 // Float8 values come as columns, of 128 keys each (sm90_float8/forward_operands.cuh).
 inline constexpr int kValueBytes =
     kFloat8 ? kValueDim * kBoxRowBytes : kValueBoxes * kBlockKV * kBoxRowBytes;
+// With kSumsByProduct columns of ones behind them.
+inline constexpr int kValuePitch = kValueBytes + (kSumsByProduct ? 8 * kBoxRowBytes : 0);
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr bool kCutsUnits = kCutDocuments > 0;
 // Boxes of a block of keys, one above the other: pages do not follow each other in memory.
@@ -50,6 +52,7 @@ inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // n
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers >= 1 && kConsumers <= 3);
 static_assert(!kFloat8 || (kBlockKV == kBoxRowBytes && kTmaLoads && kPackedHeads == 1));
+static_assert(!kSumsByProduct || (kFloat8 && kApart && !kListsBlocks && kValueDim < kBlockKV));
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");
 static_assert(kTmaLoads ? kParts > 1 || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic,
@@ -174,7 +177,7 @@ struct alignas(1024) TailBuffers<true> {
 struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   unsigned char query[kQueryStages][kConsumers][kQueryBytes];
   unsigned char key[kStages][kKeyBytes];
-  unsigned char value[kStages][kValueBytes];
+  unsigned char value[kStages][kValuePitch];
   UnitInfo units[kInfoStages][kConsumers];
   unsigned long long query_full[kQueryStages][kConsumers];
   unsigned long long query_empty[kQueryStages][kConsumers];
@@ -189,6 +192,16 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   float query_factors[kFloat8 ? kWarpsOfConsumers : 1];
   TailBuffers<kTails> tails;
 
+  // Behind the columns of values a quarter for each: four threads add up a row.
+  __device__ __forceinline__ void write_sum_columns() {
+    constexpr int kWords = (kValuePitch - kValueBytes) / 4, kQuarters = 0x28282828;
+#pragma unroll
+    for (auto& columns : value) {
+      auto* words = reinterpret_cast<uint32*>(columns + kValueBytes);
+      for (int i = threadIdx.x; i < kWords; i += kThreads) words[i] = kQuarters;
+    }
+    ptx::fence_async_proxy();
+  }
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
   __device__ __forceinline__ uint32 units_to_repeat(int lane, int& mine) const {
     mine = lane < kRepeatSlots ? ptx::load_shared(ptx::shared_address(repeats) + 4 * lane) : 0;

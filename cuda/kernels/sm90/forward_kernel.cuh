@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
     if constexpr (kTails) init_barriers(shared.tails);
     ptx::barrier_init_fence();
   }
+  if constexpr (kSumsByProduct) shared.write_sum_columns();
   __syncthreads();
 
   if (warp < 4) {

@@ -185,6 +185,22 @@ struct Consumer : UnitResults {
   // With kApart the values of a block are waited for beside the product of its scores. Ids of
   // segments leave no registers for that (C7511).
   static constexpr bool kValueAhead = !kHasSegments;
+  // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
+  // among other masked values shows in the result, and repair_rows takes it out again.)
+  __device__ __forceinline__ void sanitise_value(int value_block) {
+    if constexpr (kClearsValues) {
+      const int valid = unit().kv_length - value_block * kBlockKV;
+      if (valid >= kBlockKV) return;
+      const uint32 base = ptx::shared_address(shared.value[value_at().stage()]);
+      const int pieces = (kBlockKV - valid) * (kBoxRowBytes / 16);
+      for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
+        const int box = i / pieces;
+        ptx::store_shared_x4(base + ValueBlock::chunk(box, valid, i - box * pieces), 0, 0, 0, 0);
+      }
+      ptx::fence_async_proxy();
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+    }
+  }
   // Reads the unit whose Q has arrived. False: there is none.
   __device__ __forceinline__ bool read_unit() {
     ++units;
@@ -318,7 +334,8 @@ struct Consumer : UnitResults {
     fetch_terms(block, false);
     searches = searches_now();  // found again: kept from block to block it takes a register
     // Asked later of a block that is listed: its number comes with accept_scores().
-    const bool plain = (!kListsBlocks || kListsWhole) && is_full(unit()) && !searches;
+    const bool plain = (!kListsBlocks || kListsWhole) && is_full(unit()) && !searches &&
+                       (!kSumsByProduct || is_full(unit(), block + 1));
     if constexpr (kValueAhead) wait_next_value();
     ptx::wgmma_wait<0>();
     pass_turn();

@@ -144,7 +144,7 @@ struct WarpgroupProducts : WarpgroupState {
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
-    const uint32 value = start + kValueBytes / 8 * value_at().barrier_offset();
+    const uint32 value = start + kValuePitch / 8 * value_at().barrier_offset();
     operands.begin_output(p, shared, value_at().stage(), block);
     ptx::wgmma_fence();
     const auto tile =
@@ -154,6 +154,11 @@ struct WarpgroupProducts : WarpgroupState {
   }
   __device__ __forceinline__ void accept_output() {
     operands.accept_output(shared, value_at().stage(), output, scores);
+    add_row_sums(operands);
+  }
+  template <class Of>
+  __device__ __forceinline__ void add_row_sums(const Of& of) {
+    if constexpr (kSumsByProduct) softmax.add_block(of.row_sums(scores));
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
     wait_turn();
@@ -365,6 +370,7 @@ struct Warpgroup : WarpgroupProducts {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
       softmax.start<kBlockKV / 2>(scores, operands.logit_scale(p), among_exponentials());
     }
+    if constexpr (kSumsByProduct) softmax.hold_first_block();
     searches = searches_now();
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
@@ -429,6 +435,11 @@ struct Warpgroup : WarpgroupProducts {
   __device__ __forceinline__ void pack_part(Of& of) const {
     if constexpr (kApart) of.template pack_part<kPart>(scores);
   }
+  template <class Of>
+  __device__ __forceinline__ bool weigh_by_product(Of& of, float scale, float (&correction)[2]) {
+    if constexpr (kSumsByProduct) return of.weigh(scores, softmax, scale, searches, correction);
+    return false;
+  }
   // With kApart: the same, the output rescaled and the weights packed. `plain`: no element needs a
   // test and no base is searched, asked ahead. What is rare is in two places, one before the
   // exponentials and one behind them.
@@ -440,10 +451,14 @@ struct Warpgroup : WarpgroupProducts {
     const float scale = operands.logit_scale(p);
     if (!plain) {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
-      if (searches) {
+      if (kSumsByProduct || searches) {
         softmax.search<false>(scores, scale, correction);
         rescale_output(correction);
       }
+    }
+    if constexpr (kSumsByProduct) {
+      if (weigh_by_product(operands, scale, correction)) rescale_output(correction);
+      return;
     }
     float apart[2];
     const Threshold threshold = kAsksRow ? kSuspect : kDecisiveOfThread;
@@ -474,22 +489,6 @@ struct Warpgroup : WarpgroupProducts {
   __device__ __forceinline__ void rescale_output(const float (&correction)[2]) {
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
-  }
-  // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
-  // among other masked values shows in the result, and repair_rows takes it out again.)
-  __device__ __forceinline__ void sanitise_value(int value_block) {
-    if constexpr (kClearsValues) {
-      const int valid = unit().kv_length - value_block * kBlockKV;
-      if (valid >= kBlockKV) return;
-      const uint32 base = ptx::shared_address(shared.value[value_at().stage()]);
-      const int pieces = (kBlockKV - valid) * (kBoxRowBytes / 16);
-      for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
-        const int box = i / pieces;
-        ptx::store_shared_x4(base + ValueBlock::chunk(box, valid, i - box * pieces), 0, 0, 0, 0);
-      }
-      ptx::fence_async_proxy();
-      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
-    }
   }
 };
 

@@ -337,6 +337,34 @@ __device__ __forceinline__ void wgmma_rs_float8(float (&d)[kHalfN], uint32 a0, u
 #undef JF_CASE
 }
 
+// The same with eight columns more, whose sums are `last`.
+#define JF_FOR_EACH_WGMMA_N_AND_8(M)                    \
+  M(16, 24, 0, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17)    \
+  M(32, 40, 1, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25)  \
+  M(48, 56, 2, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33)  \
+  M(64, 72, 3, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41)  \
+  M(80, 88, 4, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49)  \
+  M(96, 104, 5, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57) \
+  M(112, 120, 6, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65)
+
+template <int kHalfN>
+__device__ __forceinline__ void wgmma_rs_float8(float (&d)[kHalfN], float (&last)[4], uint32 a0,
+                                                uint32 a1, uint32 a2, uint32 a3, uint64 b,
+                                                int accumulate) {
+#define JF_CASE(FEWER, N, LAST, l0, l1, l2, l3, o0, o1, o2, o3, o4, o5)                            \
+  if constexpr (kHalfN * 2 == FEWER) {                                                             \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o5                                          \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JF_R##LAST           \
+                 ", %" #l0 ", %" #l1 ", %" #l2 ", %" #l3 "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 \
+                 "}, %" #o4 ", p, 1, 1;\n}\n"                                                      \
+                 : JF_C##LAST(d), "+f"(last[0]), "+f"(last[1]), "+f"(last[2]), "+f"(last[3])       \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));                   \
+  }
+  JF_FOR_EACH_WGMMA_N_AND_8(JF_CASE)
+#undef JF_CASE
+}
+
 // Four float8 (e4m3), the first in the lowest byte; beyond 448 they are 448.
 __device__ __forceinline__ uint32 pack_float8(float a, float b, float c, float d) {
   uint32 packed;

@@ -23,10 +23,11 @@ static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale && k
 // what a product adds to even where it begins at zero (`never`), or ptxas lets the sums of one
 // product and the next one live side by side, and spills 1,300 bytes.
 struct Operands {
-  // Up to 448. The largest weight of the first block is 64; a sum of a thread's 16 up to the limit
-  // leaves none beyond it. From 16 on few bits are left of small ones: 1.5 % more error.
+  // Up to 448. The largest weight of the first block is 44, which float8 has: later ones may be ten
+  // times as large before a base rises. A sum of a thread's 16 up to the limit leaves none beyond
+  // it.
   struct Weight {
-    static constexpr int kHeadroom = -6;
+    static constexpr float kHeadroom = -5.4594316f;  // -log2(44)
     static constexpr float kSumLimit = 448.0f;
   };
   static constexpr bool kAddsBlocks = true;
@@ -45,6 +46,33 @@ struct Operands {
   template <int kPart>
   static __device__ __forceinline__ auto& sums_of(Scores& scores) {
     return reinterpret_cast<float (&)[columns_of(kPart) / 2]>(scores);
+  }
+  // -- with kSumsByProduct --
+  // Scores become weights. True: bases rose, and `correction` is for the output.
+  template <class State>
+  __device__ __forceinline__ bool weigh(Scores& scores, State& softmax, float scale, bool searches,
+                                        float (&correction)[2]) {
+    softmax.weigh_unsummed(scores, scale);
+    pack_part<0>(scores);
+    pack_part<1>(scores);
+    if (!__any_sync(0xffffffffu, may_overflow() && !searches)) return false;
+    softmax.template raise<true>(scores, correction);
+    pack_part<0>(scores);
+    pack_part<1>(scores);
+    return true;
+  }
+  // May a weight have been beyond 448, as which those from 432 on are stored?
+  __device__ __forceinline__ bool may_overflow() const {
+    uint32 any = 0;
+#pragma unroll
+    for (int i = 0; i < kBlockKV / 8; i += 2) {
+      any |= (weights[i] + 0x02020202) | (weights[i + 1] + 0x02020202);
+    }
+    return (any & 0x80808080) != 0;
+  }
+  // The sums of rows, in two columns each: a product's registers are side by side.
+  static __device__ __forceinline__ float (&row_sums(Scores& scores))[4] {
+    return reinterpret_cast<float (&)[4]>(scores[kSumsByProduct ? kValueColumns / 2 : 0]);
   }
   // False, which the compiler does not know.
   static __device__ __forceinline__ bool never(const ForwardParams& p) {
@@ -121,9 +149,14 @@ struct Operands {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 32; ++i) {
       const uint32(&w)[4] = reinterpret_cast<const uint32(&)[4]>(weights[4 * i]);
-      ptx::wgmma_rs_float8(sums_of<kPart>(scores), w[0], w[1], w[2], w[3],
-                           value.at(kPart * columns_of(0) * kBoxRowBytes + 32 * i),
-                           i > 0 || never(p));
+      const uint64 tile = value.at(kPart * columns_of(0) * kBoxRowBytes + 32 * i);
+      if constexpr (kSumsByProduct) {
+        ptx::wgmma_rs_float8(sums_of<kPart>(scores), row_sums(scores), w[0], w[1], w[2], w[3], tile,
+                             i > 0 || never(p));
+      } else {
+        ptx::wgmma_rs_float8(sums_of<kPart>(scores), w[0], w[1], w[2], w[3], tile,
+                             i > 0 || never(p));
+      }
     }
     if constexpr (kPart + 1 < kOutputs) {
       ptx::wgmma_commit();
@@ -135,6 +168,7 @@ struct Operands {
   }
   __device__ __forceinline__ void accept_output(const Shared& shared, int stage, Output& output,
                                                 Scores& scores) const {
+    if constexpr (kSumsByProduct) ptx::pin(row_sums(scores));
     add_part<kOutputs - 1>(shared, stage, output, scores);
   }
   template <int kPart>

@@ -54,6 +54,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kDrainsToHide": tiling.drains_to_hide,
         "kApart": tiling.apart,
         "kOutputs": tiling.outputs,
+        "kSumsByProduct": tiling.product_sums,
         "kBiasTiles": tiling.bias_bytes > 0,
         "kProducerRegisters": producer_registers,
         "kConsumerRegisters": consumer_registers,

@@ -38,6 +38,7 @@ class ForwardTiling:
     batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
     halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
     float8: bool = False  # operands are float8 with scales, and values come as columns
+    product_sums: bool = False  # likewise, and a product with ones adds up the weights of rows
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
@@ -88,7 +89,8 @@ class ForwardTiling:
         if self.float8:
             head_boxes = boxes(self.head_dim // 2)
             rows = self.consumers * 64 * self.query_stages * head_boxes
-            rows += self.stages * (self.block_kv * head_boxes + self.value_dim)
+            columns = self.value_dim + 8 * self.product_sums
+            rows += self.stages * (self.block_kv * head_boxes + columns)
             return 128 * rows + 2048
         queries = self.query_stages * self.consumers * 64 * head_boxes
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
