@@ -130,7 +130,7 @@ def padded(call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
     results that nobody reads.
     """
     first, *_ = calls(call, shapes, gpu)
-    return choose(first, shapes, gpu).padded(shapes)
+    return choose(first, shapes, gpu).padded(first, shapes)
 
 
 def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:

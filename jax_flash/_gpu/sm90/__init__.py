@@ -101,10 +101,13 @@ class Sm90(Family):
             return False
         return fill_together(call, shapes, gpu)
 
-    def padded(self, shapes: Shapes) -> Shapes:
+    def padded(self, call: Call, shapes: Shapes) -> Shapes:
         """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
         readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
-        if tma_loads_of(shapes) or min(readers) < _PADDED_FROM:
+        # Halves of float32 are copies anyhow.
+        forward = call.target == "forward" and not call.problem.split
+        least = _PADDED_FROM_FORWARD if forward else _PADDED_FROM
+        if tma_loads_of(shapes) or min(readers) < least:
             return shapes
         head_dim, value_dim = (-(-dim // 8) * 8 for dim in (shapes.head_dim, shapes.value_dim))
         return dataclasses.replace(shapes, head_dim=head_dim, value_dim=value_dim)
@@ -178,7 +181,7 @@ def _constants(
     return forward_constants(tiling, problem, shapes)
 
 
-_PADDED_FROM = 1024  # rows that read a row
+_PADDED_FROM, _PADDED_FROM_FORWARD = 1024, 1536  # rows that read a row
 _BLOCK = 128  # positions of the rows that are folded into one
 _ROUNDS = 2  # of units, of which folding spares some
 # Copies of queries and results in another order of heads are two kernels of 2 us at least; of 16
