@@ -182,42 +182,15 @@ struct RowTile {
   }
 };
 
-// With kTails: rows that are marked, and the parts of all.
-template <class Params>
-__device__ __forceinline__ void merge_parts(const Params& p) {
-  const int index = blockIdx.x * kExactWarps + threadIdx.x / 32;
-#pragma unroll 1
-  for (int i = index; i < MergedRows<Params>::count(p); i += gridDim.x * kExactWarps) {
-    const MergedRows<Params> rows(p, i);
-    uint32 any = 0;
-#pragma unroll 1
-    for (int part = threadIdx.x % 32; part < p.parts_in_common; part += 32) any |= rows.marks(part);
-    rows.merge();  // ahead of the step across the repair, most often the last one
-    if (!__any_sync(0xffffffffu, any != 0)) continue;
-#pragma unroll 1
-    for (int part = 0; part < p.parts_in_common; ++part) {
-      const uint32 marks = rows.marks(part);
-      if (marks == 0) continue;
-      const RowTile tile(p, rows.mark_of(part));
-      repair_rows(p, tile.batch, marks, [&](int bit) { return tile.row_of(bit); });
-    }
-    __syncwarp();
-    rows.merge();
-  }
-}
-
 }  // namespace forward
 
 extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
     flash_forward_exact(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = gridDim.x * kExactWarps;
+  if constexpr (kTails) ptx::let_the_next_kernel_start();
   ptx::wait_for_the_kernel_ahead();
   if (is_left_to_other(p)) return;  // then there are no marks
-  if constexpr (kTails) {
-    merge_parts(p);
-    return;
-  }
   const int heads = batch_in_common(p) * (p.query_heads / kPackedHeads);
   const int tiles = heads * units_of_head(p) * kWarpsOfConsumers;
   const int warps_first = blockIdx.x * kExactWarps + warp;
@@ -241,4 +214,12 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
       repair_rows(p, tile.batch, rows, [&](int bit) { return tile.row_of(bit); });
     }
   }
+}
+
+// With kTails one more: as many CTAs as there are 16 rows. A kernel of its own, whose text is
+// short: where the repair's had 16 KB of it besides, which no cache holds, it took 3 to 4 us
+// longer.
+extern "C" __global__ void __launch_bounds__(forward::kMergeThreads)
+    flash_forward_merge(const __grid_constant__ ForwardParams p) {
+  if constexpr (forward::kTails) forward::merge_parts(p);
 }

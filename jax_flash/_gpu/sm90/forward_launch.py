@@ -52,7 +52,8 @@ _PAGES = (
 )
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms
-_EXACT_THREADS = 256  # of flash_forward_exact
+_EXACT_THREADS = 256  # of flash_forward_exact and flash_forward_merge
+_MERGED_ROWS = 16  # of a CTA of flash_forward_merge
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -357,4 +358,8 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         beside=True,
         overlaps=True,
     )
-    return *steps, main, exact
+    if not tiling.tail_rows:
+        return *steps, main, exact
+    rows = ceil_div(product(paged.REQUESTS, T, N), _MERGED_ROWS)
+    merge = Kernel("flash_forward_merge", rows, _EXACT_THREADS, beside=True, overlaps=True)
+    return *steps, main, exact, merge
