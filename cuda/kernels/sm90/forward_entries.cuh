@@ -216,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
   }
 }
 
-// With kTails one more: as many CTAs as there are 16 rows. A kernel of its own, whose text is short:
-// within the one before it took 0.6 to 1.6 us more.
+// With kTails one more: as many CTAs as there are 16 rows. A kernel of its own, whose text is
+// short: within the one before it took 0.6 to 1.6 us more.
 extern "C" __global__ void __launch_bounds__(forward::kMergeThreads)
     flash_forward_merge(const __grid_constant__ ForwardParams p) {
   if constexpr (forward::kTails) forward::merge_parts(p);
