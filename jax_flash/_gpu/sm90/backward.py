@@ -458,7 +458,7 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
             factor = ((1, 2, 2, 3, 4, 8) if widest > 128 else (1, 2, 2, 4, 8, 8))[level]
             heads = fitting * factor // min(group, 2)
         else:
-            heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
+            heads = fitting * (1, 1, 2, 2, 4, 4)[level] // 2
     elif unit_heads > 1:
         heads = max(2, fitting // 2)
     elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
