@@ -97,6 +97,10 @@ __device__ __forceinline__ int head_parts(const Params& p) {
   return kSharesKeys ? p.query_heads / max(kUnitHeads, 1) : p.kv_heads;
 }
 
+// Do hidden pairs need a dS of zero? A function's slope and a gradient that is stored reach
+// results.
+inline constexpr bool kZeroesHidden = kScoreHasSlope || (kHasDbias && kStoresDbias);
+
 // With kDbiasByHeads: where dS of a query is kept, of a head that the launch takes.
 template <class Params>
 __device__ __forceinline__ uint16* stored_scores(const Params& p, int batch, int head, int query) {
@@ -121,6 +125,9 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
     const int64 own = kDbiasByRows ? head : static_cast<int64>(batch) * p.query_heads + head;
     to = static_cast<uint16*>(p.dbias) + (own * p.query_len + query) * p.kv_len + key;
   }
+  // The bias of queries beyond their length may be NaN, and dS of them with it.
+  int seeing = p.query_len;
+  if constexpr (kHasQueryLengths) seeing = min(seeing, p.query_lengths[batch]);
   // The gradient of the batch rows before, stored by this thread.
   uint2 before[kDbiasByRows ? kCount / 2 : 1] = {};
   if constexpr (kDbiasByRows) {
@@ -137,6 +144,7 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
   for (int j = 0; j < kCount / 2; ++j) {
     uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
                               ptx::transpose_matrix(gradient[2 * j + 1]));
+    if (kHasQueryLengths && query + 8 * j >= seeing) four = {0, 0};
     if constexpr (kDbiasByRows) {
       four = {bias::add_pairs(four.x, before[j].x), bias::add_pairs(four.y, before[j].y)};
     }

@@ -46,6 +46,8 @@ HIDING = (
     Case("positions extreme", T=90, S=70, positions="extreme", window=(3, 2), sinks=True,
          with_lse=True),
     Case("bias", T=60, S=70, bias="bnts", kv_lengths=(70, 33), q_lengths=(20, 60)),
+    Case("bias softcap", T=60, S=72, bias="bnts", mask="b1ts", softcap=3.0, q_lengths=(20, 60)),
+    Case("bias of rows", T=64, S=72, bias="1nts", kv_lengths=(33, 20), q_lengths=(20, 30)),
     Case("bias softcap sinks", T=60, S=70, bias="1nts", mask="b11s", mask_density=0.4,
          softcap=3.0, sinks=True, with_lse=True),
     Case("sinks lengths", T=70, S=90, q_lengths=(64, 13), kv_lengths=(0, 90), sinks=True,

@@ -208,8 +208,8 @@ struct Fragment {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float& x_i = x[4 * j + i];
-            // What a function gives for hidden pairs may be NaN.
-            x_i = kScoreHasSlope && x_i == 0.f ? 0.f : x_i * slopes[i];
+            // The slope of a hidden pair may be NaN.
+            x_i = kZeroesHidden && x_i == 0.f ? 0.f : x_i * slopes[i];
             if constexpr (kHasDropout && kScoreHasSlope) x_i = dropped.mark(4 * j + i, x_i);
           }
         }

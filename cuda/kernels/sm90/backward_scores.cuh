@@ -204,8 +204,8 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = score[4 * j + i];
-        // What a function gives for hidden pairs may be NaN.
-        x = kScoreHasSlope && x == 0.f ? 0.f : x * slopes[i];
+        // The slope of a hidden pair may be NaN.
+        x = kZeroesHidden && x == 0.f ? 0.f : x * slopes[i];
       }
     }
   };
