@@ -8,8 +8,9 @@ namespace forward {
 
 inline constexpr int kMergeThreads = 256, kRowLanes = 16, kMergedRows = kMergeThreads / kRowLanes;
 
-// The thread's eight columns of a row, one of 16 lanes'.
-template <class Params>
+// The thread's eight columns of a row, one of 16 lanes'. `Of` is named so late because programs
+// without tails may have elements that are no pairs.
+template <class Params, class Of = Element>
 __device__ __forceinline__ void merge_parts(const Params& p) {
   constexpr int kAtOnce = 4;  // parts whose loads are under way together
   const int column = threadIdx.x % kRowLanes * 8;
@@ -54,8 +55,8 @@ __device__ __forceinline__ void merge_parts(const Params& p) {
       const uint32 words[4] = {piece[i].x, piece[i].y, piece[i].z, piece[i].w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        sums[2 * k] = fmaf(weight, Element::unpack_low(words[k]), sums[2 * k]);
-        sums[2 * k + 1] = fmaf(weight, Element::unpack_high(words[k]), sums[2 * k + 1]);
+        sums[2 * k] = fmaf(weight, Of::unpack_low(words[k]), sums[2 * k]);
+        sums[2 * k + 1] = fmaf(weight, Of::unpack_high(words[k]), sums[2 * k + 1]);
       }
     }
   }
@@ -70,7 +71,7 @@ __device__ __forceinline__ void merge_parts(const Params& p) {
   uint32 words[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    words[k] = Element::pack(sums[2 * k] * factor, sums[2 * k + 1] * factor);
+    words[k] = Of::pack(sums[2 * k] * factor, sums[2 * k + 1] * factor);
   }
   uint16* out = static_cast<uint16*>(p.merged) + to * kValueDim;
   *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
