@@ -371,7 +371,9 @@ def flash_attention(
         within = given.value_dim
         out, lse = _ops.attend(given.problem, backend, *given.operands, value_dim=within)
     else:
-        out, lse, found = float8.attend(given.float8, given.problem, backend, *given.operands)
+        out, lse, found = float8.attend(
+            given.float8, given.problem, backend, *given.operands, with_lse=with_lse
+        )
         amax = found if amax is None else amax
     rows = given.rows
     results = [jnp.reshape(out, (*rows, out.shape[-1])).astype(given.out_dtype)]

@@ -71,7 +71,8 @@ class Sm90Float8(Family):
             return sm90_quantise.plan(call, shapes, gpu, self.name, self.untried(gpu))  # pyright: ignore
         # What is written and not what is multiplied decides a kernel's constants.
         problem = dataclasses.replace(call.problem, dtype=call.result_dtype)
-        tiling = tiling or choose(problem, shapes, gpu)
+        exact = call.with_lse  # pyright: ignore[reportAttributeAccessIssue]
+        tiling = tiling or choose(problem, shapes, gpu, exact_sums=exact)
         return Plan(
             family=self.name,
             arch=gpu.arch,
@@ -90,8 +91,11 @@ class Sm90Float8(Family):
         )
 
 
-def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
-    """Chooses the tiling: blocks are 128 keys, of which a row of shared memory has one column."""
+def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) -> ForwardTiling:
+    """Chooses the tiling: blocks are 128 keys, of which a row of shared memory has one column.
+
+    `exact_sums`: somebody reads lse, which that of rounded weights is not near enough for.
+    """
     widest = max(shapes.head_dim, shapes.value_dim)
     uneven = problem.window[1] is not None or bool(problem.terms)
     segments, crowded = "query_segments" in problem.terms, is_crowded(problem)
@@ -103,7 +107,7 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     # the output leaves of the scores': head dim 128 has none, and with sinks ptxas finds too few.
     # Full attention of 16384 positions took 2 % more time, causal and shorter calls 9 to 10 % less
     # (one H100, 2026-11-27).
-    fast = uneven or known(shapes.q_len, 4096) <= 8192
+    fast = not exact_sums and (uneven or known(shapes.q_len, 4096) <= 8192)
     sums = fast and shapes.value_dim < _NARROW and not crowded and "sinks" not in problem.terms
     return ForwardTiling(
         shapes.head_dim,

@@ -43,12 +43,15 @@ class Float8(Call):
       in_16_bits: where there are no kernels of float8, those of 16 bits take dequantised operands.
       fine: scales of keys or values are of 64 positions.
       columns: an operand has the columns of values (`_float8.columns`).
+      with_lse: lse is read, by a caller or for a derivative; else it may be that of rounded
+        weights, off by up to 0.06.
     """
 
     out_dtype: str = "bfloat16"
     in_16_bits: bool = False
     fine: bool = False
     columns: bool = False
+    with_lse: bool = False
 
     target = "forward_float8"
 
@@ -158,7 +161,7 @@ def _attend(call: Float8, quantised, seen, terms):
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(call, primals, tangents):
     quantised, seen, terms = primals
-    out, lse = _attend(call, quantised, seen, terms)
+    out, lse = _attend(dataclasses.replace(call, with_lse=True), quantised, seen, terms)
     out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     forward = derived(call, seen[0].dtype.name)
     _, moving, moving_terms = tangents
@@ -222,11 +225,12 @@ class Form:
         if self.scales is not None:
             return {"forward": call}
         backward = derived(call, problem.dtype).problem
+        call = dataclasses.replace(call, with_lse=True)
         return {"forward": call, "backward": Backward(backward, backend, False, _ARRAYS)}
 
 
 def attend(
-    form: Form, problem: Problem, backend: str | None, *operands: jax.Array
+    form: Form, problem: Problem, backend: str | None, *operands: jax.Array, with_lse: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Computes attention in float8.
 
@@ -235,6 +239,7 @@ def attend(
       problem: what to compute; its dtype is that of q, k and v.
       backend: which backend runs it; None: the first that can.
       operands: q, k, v, and problem.optional, as `_validate.prepare` makes them.
+      with_lse: lse is wanted.
 
     Returns:
       out `[*B, T, N, Hv]` in form.out_dtype, lse `[*B, N, T]`, float32, and the largest finite
@@ -244,6 +249,7 @@ def attend(
     """
     arrays, terms = operands[:3], operands[3:]
     call = form.call(problem, backend, arrays[0].shape[-1])
+    call = dataclasses.replace(call, with_lse=with_lse)
     shapes = Shapes.of(arrays[0], arrays[1], arrays[2])
     _backends.require(call, shapes)
     if shapes.empty:

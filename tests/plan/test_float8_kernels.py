@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 
+import jax_flash
 from jax_flash import _backends, _gpu
 from jax_flash._float8 import DTYPE
 from jax_flash._ops.float8 import Float8
@@ -36,3 +38,24 @@ def test_which(dim: int, changes: dict[str, Any], reason: str | None):
     reasons = _backends.BACKENDS["cuda"].decline(call, shapes, _gpu.spec.GPUS["H100"])
     assert bool(reasons) == (reason is not None)
     assert reason is None or any(reason in said for said in reasons)
+
+
+def test_rounded_weights_are_added_up_where_nobody_reads_lse():
+    problem, gpu = Problem(dtype=DTYPE, scale=0.1), _gpu.spec.GPUS["H100"]
+    shapes = Shapes(2, 512, 512, 4, 4, 64, 64)
+    for with_lse in (False, True):
+        (plan,) = _gpu.plans(Float8(problem, None, with_lse=with_lse), shapes, gpu)
+        assert plan.constants["kSumsByProduct"] != with_lse
+
+    def attend(x, **options):
+        return jax_flash.flash_attention(x, x, x, quantize="fp8", **options)
+
+    def read(f) -> bool:
+        calls = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16"))
+        text = str(calls)
+        assert ("with_lse=True" in text) != ("with_lse=False" in text)
+        return "with_lse=True" in text
+
+    assert not read(attend)
+    assert read(lambda x: attend(x, return_lse=True))
+    assert read(jax.grad(lambda x: attend(x).astype("float32").sum()))
