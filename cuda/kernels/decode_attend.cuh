@@ -130,7 +130,7 @@ struct AttendOf : Attended {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float largest = state.row_maximum<kCount>(scores, row);
+      const float largest = fragment::row_maximum<kCount>(scores, row);
       const int at = lane / 4 + row * fragment::kRowStep;
       if (lane % 4 == 0) exchange->largest[tile * kKeyParts + part][at] = largest;
     }

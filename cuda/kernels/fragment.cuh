@@ -37,6 +37,32 @@ __device__ __forceinline__ float quad_maximum(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// The largest of a row's first kUsed scores or weights, over its four threads.
+template <int kUsed, int kCount>
+__device__ __forceinline__ float row_maximum(const float (&scores)[kCount], int row) {
+  // Four chains: one would wait for its own latency at every step.
+  float m[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) m[i] = scores[element(i / 2 % (kUsed / 4), row, i % 2)];
+#pragma unroll
+  for (int j = 2; j < kUsed / 4; ++j) {
+    const int chain = j % 2 * 2;
+    m[chain] = fmaxf(m[chain], scores[element(j, row, 0)]);
+    m[chain + 1] = fmaxf(m[chain + 1], scores[element(j, row, 1)]);
+  }
+  return quad_maximum(fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3])));
+}
+// The largest of a row's four threads' sums.
+template <int kCount>
+__device__ __forceinline__ float heaviest_sum(const float (&weights)[kCount], int row) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (fragment::row(i) == row) sum += weights[i];
+  }
+  return quad_maximum(sum);
+}
+
 // Turns one row's accumulators into 16-byte pieces: after it, piece g of lane c of a quad holds
 // the eight elements of columns 8 * (4g + c). Two exchanges across the quad per four registers.
 template <int kCount, int kPieces, class To = Element>

@@ -126,22 +126,6 @@ struct SoftmaxState {
     finish_beside(beside);
   }
 
-  // The largest of a row's first kUsed scores or weights, over its four threads.
-  template <int kUsed, int kCount>
-  static __device__ __forceinline__ float row_maximum(const float (&scores)[kCount], int row) {
-    // Four chains: one would wait for its own latency at every step.
-    float m[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = scores[fragment::element(i / 2 % (kUsed / 4), row, i % 2)];
-#pragma unroll
-    for (int j = 2; j < kUsed / 4; ++j) {
-      const int chain = j % 2 * 2;
-      m[chain] = fmaxf(m[chain], scores[fragment::element(j, row, 0)]);
-      m[chain + 1] = fmaxf(m[chain + 1], scores[fragment::element(j, row, 1)]);
-    }
-    return fragment::quad_maximum(fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3])));
-  }
-
   // The first block of a unit: bases become the maxima of the scores (plus the headroom). Scores
   // beyond the first kUsed are hidden.
   template <int kUsed, int kCount, class Beside>
@@ -149,7 +133,8 @@ struct SoftmaxState {
                                         const Beside& beside) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, kHeadroom), kNoBase);
+      base[row] =
+          fmaxf(fmaf(fragment::row_maximum<kUsed>(scores, row), scale_log2, kHeadroom), kNoBase);
     }
     float added[2][2];
     exponentials<kUsed>(scores, OneFactor{scale_log2}, added, beside);
@@ -201,7 +186,7 @@ struct SoftmaxState {
                                          float (&correction)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float largest = row_maximum<kCount>(scores, row);
+      const float largest = fragment::row_maximum<kCount>(scores, row);
       const float before = base[row];
       rise(row, fmaxf(fmaf(largest, scale_log2, kHeadroom), before), correction[row]);
       if constexpr (kOneInSum) {
@@ -271,10 +256,10 @@ struct SoftmaxState {
     for (int row = 0; row < 2; ++row) {
       // What is infinite stays so, and what would have a correction below 2^-126: a base beyond
       // 2^26 may round up.
-      const float largest = row_maximum<kCount>(weights, row);
+      const float largest = fragment::row_maximum<kCount>(weights, row);
       float needed = ptx::log2_approx(largest) + kHeadroom;
       if constexpr (kHeadroom < 0 && !kByProduct) {  // a sum of many, none of which is large, too
-        needed = fmaxf(needed, ptx::log2_approx(heaviest_sum(weights, row) / kCalmSum));
+        needed = fmaxf(needed, ptx::log2_approx(fragment::heaviest_sum(weights, row) / kCalmSum));
       }
       const float lift = fminf(fmaxf(needed, 0.0f), 125.0f);
       const float now = base[row] + lift;
@@ -290,16 +275,6 @@ struct SoftmaxState {
   }
   // A thread's sum of a block comes to this where bases rise: the next would pass the limit itself.
   static constexpr float kCalmSum = Element::kSumLimit / 2;
-  // The largest of a row's four threads' sums.
-  template <int kCount>
-  static __device__ __forceinline__ float heaviest_sum(const float (&weights)[kCount], int row) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (fragment::row(i) == row) sum += weights[i];
-    }
-    return fragment::quad_maximum(sum);
-  }
   // For CommonLine, with `step` by column: lowers one base, so that the bases of the thread's two
   // rows are as far apart as the line's starts. `lowered` says by how much: the first row's base
   // where it is positive, the second one's where it is negative. Raising the other base instead

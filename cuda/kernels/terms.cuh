@@ -42,7 +42,6 @@
 //   bool kFromPages           in pages of kPageSize, of requests whose tokens are queries one
 //                             behind the other
 //   bool kInCommon            in pages that all tokens of a batch row see whole, in parts
-//   bool kTails               and each token in pages of its own (forward_tails.cuh)
 #pragma once
 
 #include "bias.cuh"

@@ -69,9 +69,6 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kHasScoreIds": "score_ids" in problem.terms,
         "kFromPages": False,  # sm90/pages.py
         "kInCommon": False,
-        "kTailRows": 0,
-        "kTailStages": 1,
-        "kTailRegisters": 24,
         "kPageSize": 1,
     }
 

@@ -265,6 +265,8 @@ def test_one_answer_says_that_scores_are_scaled_where_a_term_is_added(monkeypatc
 # Constants of device text that join others all the same: no choice of a schedule.
 DERIVED = {
     "kHasSlope": "a logit has a slope",
+    "kZeroesHidden": "hidden pairs need a dS of zero",
+    "kLeavesHalves": "of latent decoding: parts' sums are left in float16",
     "kHidesQueries": "there may be queries that see no key",
     "kIsMatrix": "a bias of all queries and keys",
     "kWholePieces": "rows start at multiples of 16 bytes",

@@ -28,8 +28,9 @@
 //   bool kCutsAligned         also where documents begin and end with a warpgroup's rows
 //   bool kFromPages           keys in pages of kPageSize, a multiple of 8, and units of requests
 //                             (forward_pages.cuh); kInCommon: and batch rows are parts of keys
-//   int kTailRows, kTailStages, kTailRegisters   rows of an item of forward_tails.cuh, 0: there is
-//                             none; blocks of keys or values in flight
+//   int kTailRows             with kInCommon: rows of an item of forward_tails.cuh, where each
+//                             token sees pages of its own too; 0: there are none
+//   int kTailStages, kTailRegisters   their blocks of keys or values in flight; of a thread
 //   bool kWholeRows           TMA loads a head's rows of a page at once (key_blocks.cuh)
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product

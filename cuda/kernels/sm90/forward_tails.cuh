@@ -84,6 +84,41 @@ struct TailLoader {
   }
 };
 
+// An item's queries on their way: a thread has pieces of 16 bytes. Rows are eight or 16, of which
+// some repeat others.
+struct TailQueries {
+  static constexpr int kChunks = kHeadBoxes * 8;  // pieces of a row
+  static constexpr int kPieces = ceil_div(8 * kTailGroups * kChunks, 128);
+
+  uint4 pieces[kPieces];
+
+  __device__ __forceinline__ void fetch(const ForwardParams& p, const TailItem& item) {
+    const int64 first = query_row(p, item.request, item.token, item.head);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int piece = threadIdx.x % 128 + 128 * i, row = piece / kChunks % kItemRows;
+      const int column = piece % kChunks * 8;
+      pieces[i] = make_uint4(0, 0, 0, 0);
+      if (column < kHeadDim) {
+        const uint16* rows = static_cast<const uint16*>(p.query_data) + (first + row) * kHeadDim;
+        pieces[i] = *reinterpret_cast<const uint4*>(rows + column);
+      }
+    }
+  }
+  // `tile`: where they come to lie, swizzled, boxes one behind the other.
+  __device__ __forceinline__ void store(uint32 tile) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int piece = threadIdx.x % 128 + 128 * i, row = piece / kChunks;
+      const uint32 chunk = piece % kChunks;
+      if (row >= 8 * kTailGroups) break;
+      const uint32 at = tile + (chunk / 8 * 8 * kTailGroups + row) * kBoxRowBytes;
+      ptx::store_shared_x4(at + swizzled(chunk % 8, row), pieces[i].x, pieces[i].y, pieces[i].z,
+                           pieces[i].w);
+    }
+  }
+};
+
 // The warpgroup that computes tails, 128 threads. A thread has two rows of a product's 64, which
 // are keys or columns of values, and two columns of eight, which are rows of the item.
 template <class Element, class Buffers>
@@ -92,8 +127,6 @@ struct TailWarpgroup {
   using ValueBlockOfTail = KeyTile<kValueDim, kTailKeys, kWholeRows>;
   static constexpr int kRows = 2 * kTailGroups;  // of the item, of this thread
   static constexpr int kBarrier = kWarpgroupBarrier + kConsumers;
-  static constexpr int kChunks = kHeadBoxes * 8;  // of 16 bytes, of a row of queries
-  static constexpr int kQueryPieces = ceil_div(8 * kTailGroups * kChunks, 128);
 
   const ForwardParams& p;
   Buffers& buffers;
@@ -123,47 +156,19 @@ struct TailWarpgroup {
     int index = blockIdx.x;
     if (index >= items) return;
     TailItem item(p, index);
-    uint4 query[kQueryPieces];
-    fetch_query(item, query);
+    TailQueries queries;
+    queries.fetch(p, item);
 #pragma unroll 1
     while (true) {
-      store_query(query);
+      queries.store(ptx::shared_address(buffers.query));
       ptx::fence_async_proxy();
       meet();
       index += gridDim.x;
       const TailItem next(p, min(index, items - 1));
-      fetch_query(next, query);
+      queries.fetch(p, next);
       attend(item);
       if (index >= items) return;
       item = next;
-    }
-  }
-
-  // The item's queries on their way: 16 bytes of a row of eight or 16, of which some repeat others.
-  __device__ __forceinline__ void fetch_query(const TailItem& item,
-                                              uint4 (&query)[kQueryPieces]) const {
-    const int64 first = query_row(p, item.request, item.token, item.head);
-#pragma unroll
-    for (int i = 0; i < kQueryPieces; ++i) {
-      const int piece = threadIdx.x % 128 + 128 * i, row = piece / kChunks % kItemRows;
-      const int column = piece % kChunks * 8;
-      query[i] = make_uint4(0, 0, 0, 0);
-      if (column < kHeadDim) {
-        const uint16* rows = static_cast<const uint16*>(p.query_data) + (first + row) * kHeadDim;
-        query[i] = *reinterpret_cast<const uint4*>(rows + column);
-      }
-    }
-  }
-  __device__ __forceinline__ void store_query(const uint4 (&query)[kQueryPieces]) const {
-    const uint32 tile = ptx::shared_address(buffers.query);
-#pragma unroll
-    for (int i = 0; i < kQueryPieces; ++i) {
-      const int piece = threadIdx.x % 128 + 128 * i, row = piece / kChunks;
-      const uint32 chunk = piece % kChunks;
-      if (row >= 8 * kTailGroups) break;
-      const uint32 at = tile + (chunk / 8 * 8 * kTailGroups + row) * kBoxRowBytes;
-      ptx::store_shared_x4(at + swizzled(chunk % 8, row), query[i].x, query[i].y, query[i].z,
-                           query[i].w);
     }
   }
 

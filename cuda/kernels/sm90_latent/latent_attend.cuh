@@ -234,7 +234,7 @@ struct LatentConsumer {
     bool rises = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      largest[row] = state.row_maximum<kCount>(scores, row);
+      largest[row] = fragment::row_maximum<kCount>(scores, row);
       correction[row] = 1.0f;
       const float weight = ptx::exp2_approx(largest[row] - state.base[row]);
       const float most = fminf(fmaxf(kMostOfQuarter * state.sum[row], 1.0f), kMostWeight);
