@@ -189,19 +189,37 @@ def _of_heads(graph: Graph, operands: dict[str, Node], place: str) -> Iterator[F
 
 
 def _of_values(graph: Graph, operands: dict[str, Node], node: Node) -> Iterator[Finding]:
-    values = graph.origin(operands["v"])
-    if values.name != "slice" or values.aval.shape[:-1] != graph.inputs(values)[0].aval.shape[:-1]:
+    # Values with scales may have others than their keys.
+    if "v" not in operands or "value_scale" in operands:
         return
-    first, steps = values.equation.params["start_indices"], values.equation.params["strides"]
-    whole = graph.origin(graph.inputs(values)[0])
-    if any(first) or (steps and steps[-1] != 1) or whole is not graph.origin(operands["k"]):
+    if not _are_first(graph, operands["v"], operands["k"]):
         return
-    dim = values.aval.shape[-1]
+    if "new_v" in operands and not _are_first(graph, operands["new_v"], operands["new_k"]):
+        return
+    dim = operands["v"].aval.shape[-1]
     yield Finding(
         "values in keys",
         node.place,
         f"the values are the first {dim} features of the keys, copied",
         f"None for the values and value_dim={dim}: kernels read both at once",
+    )
+
+
+def _are_first(graph: Graph, values: Node, keys: Node) -> bool:
+    """Whether values are the first features of all keys, of each head."""
+    part = graph.origin(values)
+    if part.name != "slice":
+        return False
+    given, params = graph.inputs(part)[0], part.equation.params
+    whole = graph.origin(given)
+    return (
+        whole is graph.origin(keys)
+        and not any(params["start_indices"])
+        and (params["strides"] is None or params["strides"][-1] == 1)
+        and part.aval.shape[:-1] == given.aval.shape[:-1]
+        # Reshaped by what is ahead of the features alone.
+        and part.aval.shape[-1] == values.aval.shape[-1]
+        and whole.aval.shape[-1] == given.aval.shape[-1] == keys.aval.shape[-1]
     )
 
 

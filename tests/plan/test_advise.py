@@ -166,6 +166,31 @@ def test_values_that_are_in_the_keys():
     assert finding.kind == "values in keys"
     assert "value_dim=8" in finding.instead
 
+    def of_two_heads(query, cache):  # of each head other features
+        key, value = cache.reshape(B, T, 2, 6), cache[..., :8].reshape(B, T, 2, 4)
+        return jax_flash.decode_attention(query, key, value, np.full(B, 5, np.int32))
+
+    assert kinds(of_two_heads, query[:, :1, :, :6], key) == []
+
+    def with_new(query, cache, new_key, new_value):
+        lengths = np.full(B, 5, np.int32)
+        new = {"new_key": new_key, "new_value": new_value}
+        return jax_flash.decode_attention(query, cache, cache[..., :8], lengths, **new)
+
+    new = key[:, :1]
+    assert kinds(with_new, query[:, :1], key, new, -new[..., :8]) == []
+    assert kinds(lambda q, k, n: with_new(q, k, n, n[..., :8]), query[:, :1], key, new) == [
+        "values in keys"
+    ]
+
+    def of_eight_bits(query, cache, key_scale, value_scale):
+        lengths, scales = np.full(B, 5, np.int32), {"key_scale": key_scale}
+        scales["value_scale"] = value_scale
+        return jax_flash.decode_attention(query, cache, cache[..., :8], lengths, **scales)
+
+    cache = key.astype(jnp.float8_e4m3fn)
+    assert kinds(of_eight_bits, query[:, :1], cache, jnp.ones(()), 2 * jnp.ones(())) == []
+
 
 def test_float32_of_16_bits_and_where_it_came_from():
     narrow = [x.astype(jnp.bfloat16) for x in QKV]
