@@ -8,7 +8,8 @@ namespace decode {
 // What a CTA leaves of a unit that it shares lies as its threads have it: pieces of eight sums of a
 // row, two columns of four times 8. Where results have 8 bits, sums have float16's 11, relative to
 // a power of two of each row: half the bytes, which are what the second kernel waits for. A sum of
-// less than 2^-86 then loses bits. Kernels of packed rows would spill 8 bytes.
+// less than 2^-86, or than 2^-28 times the largest of its row, then loses bits. Kernels of packed
+// rows would spill 8 bytes.
 inline constexpr bool kLeavesHalves = kBFloat16 && !kPackedRows;
 inline constexpr int kLeftPieces = kShareRows * kValueDim / 8;
 inline constexpr int kLeftBytes = kLeavesHalves ? 16 : 32;  // of a piece
