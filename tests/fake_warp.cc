@@ -70,6 +70,7 @@ inline float fminf(float a, float b) { return std::fmin(a, b); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 struct uint2 {
   unsigned x, y;
 };

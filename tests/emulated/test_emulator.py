@@ -136,8 +136,8 @@ def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator
             "        return true;", BACKWARDS, id="a product is not waited for",
         ),
         pytest.param(
-            "sm90/forward_warpgroup.cuh", "kValueBytes / 8 * value_at().barrier_offset()",
-            "kValueBytes / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
+            "sm90/forward_warpgroup.cuh", "kValuePitch / 8 * value_at().barrier_offset()",
+            "kValuePitch / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
         ),
         pytest.param(
             "sm90/backward_narrow.cuh",
