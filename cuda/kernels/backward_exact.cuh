@@ -280,14 +280,14 @@ __device__ __forceinline__ ExactRows wrong_queries(const Params& p, int batch, i
 }
 
 // What a CTA of the finishing kernel looks after: its tile of dq, 64 rows, or -1; others, as far as
-// they are marked; groups of keys. With kStoresDq a tile has rows of [B, T, N], of several heads.
+// they are marked; groups of keys. With kMarksRows a tile has rows of [B, T, N], of several heads.
 struct Suspects {
   int own;
   Range tiles, groups;
 };
 template <class Params>
 __device__ __forceinline__ bool is_tile_marked(const Params& p, int tile) {
-  if constexpr (kRing || kStoresDq) return p.dq_marks[tile] != 0;
+  if constexpr (kRing || kMarksRows) return p.dq_marks[tile] != 0;
   return false;
 }
 // Computes again what is stored and not finite of these.
@@ -303,14 +303,14 @@ __device__ __forceinline__ void exact_suspects(const Params& p, const Suspects& 
     const bool skips = of_keys ? group % warps != warp || !is_marked(p, group)
                                : i >= 0 && !is_tile_marked(p, tile);
     if (skips) continue;
-    // dk and dv; with kStoresDq, whose rows are of several heads, one row at a time.
-    const int parts = of_keys ? 2 : kStoresDq ? exact::kRows : 1;
+    // dk and dv; with kMarksRows, whose rows are of several heads, one row at a time.
+    const int parts = of_keys ? 2 : kMarksRows ? exact::kRows : 1;
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       ExactRows rows;
       if (of_keys) {
         rows = wrong_keys(p, group, part == 0 ? Repaired::kDk : Repaired::kDv);
-      } else if constexpr (kStoresDq) {
+      } else if constexpr (kMarksRows) {
         const int row = 64 * tile + exact::kRows * warp + part, of = row / p.query_heads;
         if (of >= p.batch * p.query_len) break;
         const int batch = of / p.query_len;

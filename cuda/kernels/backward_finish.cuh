@@ -1,7 +1,7 @@
 // Last kernel of the backward pass: dq = scale * dq_sum, rounded, in the user's layout. One block
 // per 64-row tile and 64-column box; the tile turns through shared memory so that rows leave in
 // 128-byte pieces. With kSharesKeys the last blocks do the same for dk and dv of 64 keys each. Rows
-// of dq, dk and dv that are not finite are computed again (backward_exact.cuh): with kStoresDq that
+// of dq, dk and dv that are not finite are computed again (backward_exact.cuh): with kMarksRows that
 // is all that is left, and a few blocks look at the marks.
 #pragma once
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool any_tile_marked(const Params& p, Range tiles) {
   return marked;
 }
 
-// With kStoresDq: dq is there, and marks of 64 rows each. Is one of this CTA's set?
+// With kMarksRows: dq is there, and marks of 64 rows each. Is one of this CTA's set?
 template <class Params>
 __device__ __forceinline__ bool finish_stored(const Params& p, Suspects& suspects) {
   const int rows = p.batch * p.query_len * p.query_heads, count = ceil_div(rows, 64);
@@ -155,7 +155,7 @@ __device__ __forceinline__ bool store_results(const Params& p, Tile& tile, Suspe
       return __syncthreads_or(!finish_keys(p, slab, tile));
     }
   }
-  if constexpr (kStoresDq) return __syncthreads_or(finish_stored(p, suspects));
+  if constexpr (kMarksRows) return __syncthreads_or(finish_stored(p, suspects));
   // The heads that the main kernel took last are still in L2 and come first.
   const int all = kRing ? p.batch * p.query_heads * tiles * kHeadBoxes : gridDim.x - key_ctas(p);
   const int index = all - 1 - blockIdx.x;

@@ -178,9 +178,11 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
 
   if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
   if constexpr (kRing) clear_ring(p, head_index, row0);
-  if constexpr (kStoresDq) {
+  if constexpr (kMarksRows) {
     const int marks = ceil_div(p.batch * p.query_len * p.query_heads, 64);
     if (threadIdx.x == 0 && index < marks) p.dq_marks[index] = 0;
+  }
+  if constexpr (kStoresDq) {
     if (may_be_left_out(p, batch, head, row0)) clear_dq(p, batch, head, row0);
   }
   if constexpr (kSharesKeys) clear_keys(p, index);

@@ -29,10 +29,12 @@ namespace backward {
 // tiles would take many times the memory of the queries. Elements are added by twos where a pair
 // begins at 8 bytes and kAddsFour, else each alone.
 //
-// With kStoresDq there is no sum: sm90/backward_dq.cuh.
+// With kStoresDq there is no sum: sm90/backward_dq.cuh. With kLastStores the unit that adds last
+// makes dq of it, whose rows held a part of it.
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
 static_assert(kSumsInDq + kRing + kCompact <= 1);
 static_assert(!kStoresDq || !(kSumsInDq || kRing || kDeterministic));
+static_assert(!kLastStores || (kSumsInDq && kDeterministic));
 
 // Where the sum of the query block from m0 on starts, or dq itself: an index of the rows of dq, or
 // of blocks.

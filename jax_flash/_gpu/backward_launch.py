@@ -332,7 +332,7 @@ class Backward:
             heads_left = heads_left - done * self.set_heads
         tiles = self.query_blocks * (tiling.block_q // 64)
         finish = product(heads_left, tiles, boxes(self.shapes.head_dim))
-        if tiling.stores_dq:  # marks alone are looked at
+        if tiling.marks_rows:  # they alone are looked at
             finish = minimum(_FINISH_CTAS * SMS, stored_marks())
         if tiling.unit_heads:
             finish = finish + product(B * K, self.key_blocks, tiling.block_kv // 64)

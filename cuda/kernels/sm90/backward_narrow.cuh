@@ -56,6 +56,7 @@ __device__ __forceinline__ void set_up() {
 struct Last {
   int sum;     // as of `sum_index`
   bool first;  // as of `adds_first`
+  bool last;   // as of `adds_last`
 };
 // What the steps of a warpgroup need of a unit's record with kReadsAhead, in uniform registers.
 struct UnitRanges {
@@ -158,9 +159,32 @@ struct ScorerParts {
 
   __device__ __forceinline__ Last last_of(const volatile UnitRecord& u, const Walk& walk) {
     if constexpr (kTurnsShown) {  // not kept: no register
-      return {sum_index(p, u.batch, u.head + walk.head, walk.m0), false};
+      return {sum_index(p, u.batch, u.head + walk.head, walk.m0), false, false};
     }
-    return {walk.sum(), adds_first(p, u, walk.m0)};
+    return {walk.sum(), adds_first(p, u, walk.m0), adds_last(p, u, walk.m0)};
+  }
+
+  // With kLastStores: what the other units have added and the half of dQ of this one are dq.
+  __device__ __forceinline__ void store_sum(const float (&dq)[kDqValues],
+                                            const volatile UnitRecord& u, int sum, int tile,
+                                            Turn turn) {
+    static_assert(!kLastStores || kDqTiles == 2, "a warpgroup has whole tiles");
+    float total[kDqValues];
+#pragma unroll
+    for (int i = 0; i < kDqValues; ++i) total[i] = dq[i];
+    if (!turn.stores()) {
+      const SumTile before(p, sum, tile);
+#pragma unroll
+      for (int j = 0; j < kDqValues / 4; ++j) {
+        const float4 x = before.load(j);
+        total[4 * j] += x.x;
+        total[4 * j + 1] += x.y;
+        total[4 * j + 2] += x.z;
+        total[4 * j + 3] += x.w;
+      }
+      ptx::named_barrier_sync(kScoreBarrier + which, 128);  // all have read what dq held
+    }
+    store_dq(p, u, sum, tile, 0, total);
   }
 
   // Adds the half of dQ of the `iteration`-th query block to the sum, or stores it.
@@ -170,7 +194,11 @@ struct ScorerParts {
     const int tile = shares ? 0 : which, first = shares ? which * kDqValues / 4 : 0;
     if constexpr (kStoresDq) return store_dq(p, u, last.sum, tile, first, dq);
     const Turn turn = take_turn(iteration, which, last.first);
-    add_fragments(SumTile(p, last.sum, tile), first, dq, turn);
+    if (kLastStores && last.last) {
+      store_sum(dq, u, last.sum, tile, turn);
+    } else {
+      add_fragments(SumTile(p, last.sum, tile), first, dq, turn);
+    }
     end_turn(iteration, which);
   }
 

@@ -92,6 +92,15 @@ __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volati
   return ptx::uniform(u.key0 / (kKeys * kPair) == first);
 }
 
+// With kLastStores: does the unit add last? Units with all keys of their queries in turn do.
+__device__ __forceinline__ bool adds_last(const BackwardParams& p, const volatile UnitRecord& u,
+                                          int m0) {
+  if constexpr (!kLastStores) return false;
+  const bool rises = kFromDiagonals && u.step > 0;
+  const int last = rises ? 0 : kWindowRight ? last_keys(p, m0) : key_blocks(p) - 1;
+  return ptx::uniform(u.key0 / kKeys == last);
+}
+
 // The counter of one of this CTA's parts of a query block.
 __device__ __forceinline__ int* turn_counter(const BackwardParams& p, int block, int part) {
   return p.turns + block * kTurnParts + pair_rank() * kOwnTurns + part;

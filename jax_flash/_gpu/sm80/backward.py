@@ -55,7 +55,7 @@ class BackwardTiling:
     sum_ctas = _BIAS_CTAS
     pairs = False
     ring_sets = ring_lag = unit_heads = 0  # there is no ring, and units have all heads of a group
-    stores_dq = False
+    stores_dq = marks_rows = False
 
     @property
     def warps(self) -> int:
@@ -123,6 +123,7 @@ class BackwardTiling:
             "kCompact": self.compact,
             "kRing": False,
             "kStoresDq": False,
+            "kLastStores": False,
             "kFromDiagonals": False,
             "kPairs": False,
             "kUnitHeads": 0,

@@ -72,6 +72,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         outputs=2 if is_layout(problem) and not asked.wide and asked.tma_loads else 1,
         dq_row_bytes=dq_row_bytes(problem, shapes, block_q) if asked.sums_in_dq else 0,
         stores_dq=asked.stores_dq,
+        last_stores=asked.last_stores,
         reads_ahead=asked.reads_ahead,
         # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
         holds_draws=asked.drops and asked.reads_ahead and (unit_heads or group_size(shapes)) == 1,
@@ -240,6 +241,20 @@ class _Backward:
         """
         apart = is_wide(self.problem) or "query_segments" in self.problem.terms
         return not (apart or self.stores_dq)
+
+    @property
+    def last_stores(self) -> bool:
+        """The unit that adds last has the sum of dq in its reach, and makes dq of it."""
+        problem, shapes = self.problem, self.shapes
+        if not problem.deterministic or not is_bare(problem) or not self.is_plain_window:
+            return False
+        if self.wide or self.few or problem.split or self.stores_dq or not self.sums_in_dq:
+            return False
+        if problem.window[1] is not None and shapes.q_len != shapes.kv_len:
+            return False
+        # A warpgroup adds whole tiles.
+        tiles = self.block_q // 64 * boxes(shapes.head_dim)
+        return tiles == 2 and dq_row_bytes(problem, shapes, self.block_q) > 0
 
     @property
     def unit_heads(self) -> int:

@@ -122,7 +122,7 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
     counts = (B * N // (tiling.unit_heads or N // K), 2)
 
     dq_marks = product(B * N, tiles, boxes(shapes.head_dim))
-    if tiling.stores_dq:
+    if tiling.marks_rows:
         dq_marks = stored_marks()
 
     def only(condition: bool, dtype: str, *shape: AnySize) -> Scratch | None:
@@ -181,7 +181,7 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
                 where(Size("shared_units"), Size("shares"), 0) if shares else 0,
                 "so many; not with kDeterministic or a window",
             ),
-            # Only with kRing: kernels/sm90/backward_ring.cuh; marks with kStoresDq too.
+            # Only with kRing: kernels/sm90/backward_ring.cuh; marks with kMarksRows too.
             Field(
                 "TensorMap",
                 "dquery_map",
@@ -197,9 +197,9 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
             Field(
                 "int*",
                 "dq_marks",
-                only(rings or tiling.stores_dq, "s32", dq_marks),
+                only(rings or tiling.marks_rows, "s32", dq_marks),
                 "[B, N, Q, kBlockQ / 64 * ceil(H / 64)]: is a tile of dq not all finite? With "
-                "kStoresDq [ceil(B * T * N / 64)]: are 64 rows in memory?",
+                "kMarksRows [ceil(B * T * N / 64)]: are 64 rows in memory?",
             ),
             Field(
                 "int",

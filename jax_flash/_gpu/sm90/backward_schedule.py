@@ -33,6 +33,7 @@ def backward_constants(
         "kScoreStages": tiling.score_stages,
         "kDqRowBytes": tiling.dq_row_bytes,
         "kStoresDq": tiling.stores_dq,
+        "kLastStores": tiling.last_stores,
         "kCompact": tiling.compact,
         "kRing": tiling.ring_sets > 0,
         "kPairs": tiling.pairs,

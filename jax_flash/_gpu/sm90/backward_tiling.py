@@ -26,6 +26,7 @@ class BackwardTiling:
     score_stages: int = 2  # buffers of score gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
     stores_dq: bool = False  # keys are one block: the main kernel has all of dq, and stores it
+    last_stores: bool = False  # deterministic: the unit that adds last makes dq of its sum
     compact: bool = False  # scratch arrays have the rows and columns that there are, no padding
     outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
@@ -69,6 +70,11 @@ class BackwardTiling:
     @property
     def folder(self) -> str:
         return "sm90_float32" if self.halves else "sm90"
+
+    @property
+    def marks_rows(self) -> bool:
+        """The main kernel stores dq, and marks rows that are not finite."""
+        return self.stores_dq or self.last_stores
 
     @property
     def dout_stages(self) -> int:
