@@ -37,6 +37,9 @@ CASES = (
     C("turns from diagonals, grouped", T=410, S=410, N=6, K=3, causal=True, deterministic=True),
     C("pairs in turns from diagonals", H=192, Hv=128, T=300, S=300, causal=True,
       deterministic=True),
+    C("who adds last stores dq", H=128, T=192, S=300, N=2, K=1, deterministic=True),
+    C("who adds last stores dq, from diagonals", T=384, S=384, N=3, causal=True,
+      deterministic=True),
     C("pairs in turns", H=192, Hv=128, S=9 * 64 - 3, T=140, N=2, K=1, causal=True,
       deterministic=True),
     C("pairs in turns, head dim 256", H=256, S=300, T=130, N=1, deterministic=True),
@@ -234,12 +237,15 @@ def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
     )
 
 
-def test_poison_in_a_ring(emulator: Emulator):
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_poison_in_sums_of_dq(in_turns: bool, emulator: Emulator):
     """Rows of dq that meet a NaN which they may not see are right, of all sets of heads."""
-    arguments = C("future", T=90, S=140, H=128, N=4, batch=(4,), causal=True).draw()
+    sizes = {"T": 192, "S": 192, "N": 2} if in_turns else {"T": 90, "S": 140, "N": 4, "batch": (4,)}
+    arguments = C("future", **sizes, H=128, causal=True, deterministic=in_turns).draw()
     truth = arguments.truth()
     arguments.arrays["value"][:, 70] = np.nan
-    got = emulator.run(AsIfLong(arguments, "ring_sets", 8))["dquery"]
+    run = arguments if in_turns else AsIfLong(arguments, "ring_sets", 8)
+    got = emulator.run(run)["dquery"]
     assert np.isnan(got[:, 70:].astype(np.float32)).all()
     assert np.abs(got[:, :70].astype(np.float64) - truth.dq[:, :70]).max() < 2e-2
 

@@ -382,6 +382,8 @@ class _Backward:
         if not self.rises:
             return 0
         heads = _l2_heads(self.unordered.problem, self.shapes)
+        if self.widest > 128 and self.shapes.q_len > 4096:
+            return 1
         return max(1, heads // 2) if self.widest > 64 else heads
 
     @property
@@ -439,7 +441,7 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
-_RISING_LONGEST = 8192  # at 16384 rising walks take 1.19 times as long as falling ones
+_RISING_LONGEST = 16384
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
@@ -473,7 +475,8 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
             factor = ((1, 2, 2, 3, 4, 8) if widest > 128 else (1, 2, 2, 4, 8, 8))[level]
             heads = fitting * factor // min(group, 2)
         else:
-            heads = fitting * (1, 1, 2, 2, 4, 4)[level] // 2
+            factor = ((1, 1, 1, 1, 2, 2) if widest > 128 else (1, 1, 2, 2, 4, 4))[level]
+            heads = fitting * factor // 2
     elif unit_heads > 1:
         heads = max(2, fitting // 2)
     elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
