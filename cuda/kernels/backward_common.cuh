@@ -75,9 +75,6 @@ __device__ __forceinline__ float score_gradient(float probability, float dp, flo
   return probability * (dp + minus_delta);
 }
 
-// Does the main kernel store dq, and mark 64 rows in memory that are not all finite?
-inline constexpr bool kMarksRows = kStoresDq || kLastStores;
-
 // Query heads of one key/value head.
 template <class Params>
 __device__ __forceinline__ int group_size(const Params& p) {

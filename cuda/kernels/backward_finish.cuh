@@ -1,8 +1,8 @@
 // Last kernel of the backward pass: dq = scale * dq_sum, rounded, in the user's layout. One block
 // per 64-row tile and 64-column box; the tile turns through shared memory so that rows leave in
 // 128-byte pieces. With kSharesKeys the last blocks do the same for dk and dv of 64 keys each. Rows
-// of dq, dk and dv that are not finite are computed again (backward_exact.cuh): with kMarksRows that
-// is all that is left, and a few blocks look at the marks.
+// of dq, dk and dv that are not finite are computed again (backward_exact.cuh): with kMarksRows
+// that is all that is left, and a few blocks look at the marks.
 #pragma once
 
 #include "backward_exact.cuh"

@@ -150,7 +150,7 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
         (C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True), 2),
         (C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
            causal=True, deterministic=True, dtype="float16"), 2),
-        (C("deterministic full", N=8, K=1, H=64, T=200, S=300, deterministic=True), 4),
+        (C("deterministic full", N=8, K=1, H=64, T=256, S=300, deterministic=True), 4),
         (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
         (C("blocks", T=200, S=400, N=2, K=1, blocks=("1n", 128), dropout=0.2), 1),
         (C("window, one block of keys", T=300, S=100, N=4, K=2, H=128, window=(70, 0)), 1),

@@ -26,9 +26,8 @@
 //   int kStages, kDoutStages  buffers of queries, of output gradients: 1 or 2
 //   bool kDefersDq            dQ of a step comes in the next one
 //   int kDqRowBytes           as in sm90/backward.cuh; bool kCompact, kDbiasByHeads, kDbiasCleared
-//                             likewise; kRing, kStoresDq, kPairs, kPartsApart, kDbiasByRows,
-//                             kFromDiagonals,
-//                             int kUnitHeads: off
+//                             likewise; kRing, kStoresDq, kLastStores, kMarksRows, kPairs,
+//                             kPartsApart, kDbiasByRows, kFromDiagonals, int kUnitHeads: off
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
 //   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1
 //   bool kKeepsAddresses      from step to step; kKeepsGroup: so is the size of a group;

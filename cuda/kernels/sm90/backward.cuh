@@ -35,6 +35,8 @@
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kStoresDq            a unit has all keys of its queries: the main kernel stores dq, and
 //                             there is no sum (backward_dq.cuh); not with kDeterministic
+//   bool kLastStores          the unit that adds last makes dq of its sum; kMarksRows: with it or
+//                             kStoresDq 64 rows in memory that are not all finite are marked
 //   bool kCompact             scratch arrays have the rows and columns that there are, no padding
 //   bool kRing                sums of some heads at a time, of which the main kernel makes dq:
 //                             backward_ring.cuh

@@ -9,6 +9,7 @@
 
 #include "backward_exact.cuh"
 #include "sm90/backward_products.cuh"
+#include "sm90/backward_turns.cuh"
 
 namespace backward {
 
@@ -31,6 +32,30 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const volatile
                                tile % kHeadBoxes * 64 + 8 * first);
     if (!finite && row < end) p.dq_marks[row / 64] = 1;
   }
+}
+
+// With kLastStores: a warpgroup's accumulators and what the units before have added to this tile
+// are dq. `barrier`: a named one of the warpgroup.
+template <int kCount>
+__device__ __forceinline__ void store_sum(const BackwardParams& p, const volatile UnitRecord& u,
+                                          int index, int tile, int barrier,
+                                          const float (&values)[kCount], Turn turn) {
+  float total[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) total[i] = values[i];
+  if (!turn.stores()) {
+    const SumTile before(p, index, tile);
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float4 x = before.load(j);
+      total[4 * j] += x.x;
+      total[4 * j + 1] += x.y;
+      total[4 * j + 2] += x.z;
+      total[4 * j + 3] += x.w;
+    }
+    ptx::named_barrier_sync(barrier, 128);  // all have read what the rows of dq held
+  }
+  store_dq(p, u, index, tile, 0, total);
 }
 
 }  // namespace backward

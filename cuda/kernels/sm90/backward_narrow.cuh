@@ -27,6 +27,7 @@ inline constexpr int kThreads = 128 * (1 + kScoreWarpgroups);
 // one, or 32 columns of the only one. A warpgroup by itself takes what columns there are of one.
 inline constexpr int kDqTiles = kQueries / 64 * kHeadBoxes;
 static_assert(kDqTiles <= kScoreWarpgroups);
+static_assert(!kLastStores || kDqTiles == kScoreWarpgroups);
 inline constexpr int kDqValues = kScoreWarpgroups == 1 ? 16 * ceil_div(kHead, 32) : 16 * kDqTiles;
 
 inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueBoxes;
@@ -164,29 +165,6 @@ struct ScorerParts {
     return {walk.sum(), adds_first(p, u, walk.m0), adds_last(p, u, walk.m0)};
   }
 
-  // With kLastStores: what the other units have added and the half of dQ of this one are dq.
-  __device__ __forceinline__ void store_sum(const float (&dq)[kDqValues],
-                                            const volatile UnitRecord& u, int sum, int tile,
-                                            Turn turn) {
-    static_assert(!kLastStores || kDqTiles == 2, "a warpgroup has whole tiles");
-    float total[kDqValues];
-#pragma unroll
-    for (int i = 0; i < kDqValues; ++i) total[i] = dq[i];
-    if (!turn.stores()) {
-      const SumTile before(p, sum, tile);
-#pragma unroll
-      for (int j = 0; j < kDqValues / 4; ++j) {
-        const float4 x = before.load(j);
-        total[4 * j] += x.x;
-        total[4 * j + 1] += x.y;
-        total[4 * j + 2] += x.z;
-        total[4 * j + 3] += x.w;
-      }
-      ptx::named_barrier_sync(kScoreBarrier + which, 128);  // all have read what dq held
-    }
-    store_dq(p, u, sum, tile, 0, total);
-  }
-
   // Adds the half of dQ of the `iteration`-th query block to the sum, or stores it.
   __device__ __forceinline__ void add_dq(const float (&dq)[kDqValues], const volatile UnitRecord& u,
                                          uint32 iteration, Last last) {
@@ -195,7 +173,7 @@ struct ScorerParts {
     if constexpr (kStoresDq) return store_dq(p, u, last.sum, tile, first, dq);
     const Turn turn = take_turn(iteration, which, last.first);
     if (kLastStores && last.last) {
-      store_sum(dq, u, last.sum, tile, turn);
+      store_sum(p, u, last.sum, tile, kScoreBarrier + which, dq, turn);
     } else {
       add_fragments(SumTile(p, last.sum, tile), first, dq, turn);
     }

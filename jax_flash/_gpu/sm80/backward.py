@@ -124,6 +124,7 @@ class BackwardTiling:
             "kRing": False,
             "kStoresDq": False,
             "kLastStores": False,
+            "kMarksRows": False,
             "kFromDiagonals": False,
             "kPairs": False,
             "kUnitHeads": 0,

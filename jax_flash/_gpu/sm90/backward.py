@@ -56,6 +56,26 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     return tiling
 
 
+def takes_turns(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether units of a call that asks for no order add to dq in turns all the same.
+
+    Then the first one stores, and mostly the last one makes dq: short walks gain more by the sums
+    that are not zeroed, read and written than turns take.
+    """
+    asked = _Backward(problem, shapes, gpu)
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    if not all(isinstance(size, int) for size in sizes) or not is_bare(problem):
+        return False
+    if problem.split or is_highest(problem) or not asked.tma_loads or group_size(shapes) > 1:
+        return False
+    causal = problem.window == (None, 0)
+    if not asked.is_plain_window or shapes.q_len != shapes.kv_len:
+        return False
+    longest = _TURNS_LONGEST[causal][boxes(max(shapes.head_dim, shapes.value_dim)) - 1]
+    few = asked._units(1) < _TURNS_ROUNDS * multiprocessors(gpu)
+    return 256 <= shapes.q_len <= longest and not few
+
+
 def _tiling(asked: _Backward) -> BackwardTiling:
     """Chooses the tiling of another problem than float32 at highest precision."""
     if asked.stores_dq:
@@ -442,6 +462,9 @@ class _Backward:
 
 
 _RISING_LONGEST = 16384
+# Queries up to which sums in turns are faster, causal or not, by 64 columns of the widest head.
+_TURNS_LONGEST = {True: (512, 1024, 1024, 2048), False: (512, 512, 512, 512)}
+_TURNS_ROUNDS = 8  # of units, at least
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv

@@ -34,6 +34,7 @@ def backward_constants(
         "kDqRowBytes": tiling.dq_row_bytes,
         "kStoresDq": tiling.stores_dq,
         "kLastStores": tiling.last_stores,
+        "kMarksRows": tiling.marks_rows,
         "kCompact": tiling.compact,
         "kRing": tiling.ring_sets > 0,
         "kPairs": tiling.pairs,
