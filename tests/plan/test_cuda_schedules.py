@@ -33,7 +33,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "many": {"batch": 32},
     "long": {"q_len": 8192, "kv_len": 8192},
     "longer": {"q_len": 32768, "kv_len": 32768},
-    "short": {"q_len": 512, "kv_len": 512},
     "segments": {"terms": ("query_segments", "key_value_segments")},
     "positions": {"terms": ("query_positions", "key_value_positions")},
     "lengths": {"terms": ("key_value_lengths",)},
@@ -182,12 +181,8 @@ BACKWARD: Flags = {
         ),
     ),
     "kLastStores": (
-        *(True, ["deterministic", "64 causal deterministic", "short many"]),
-        *(False, ["128", "256 deterministic", "80 deterministic", "segments deterministic"]),
-    ),
-    "kDeterministic": (
-        *(True, ["short many", "deterministic"]),
-        *(False, ["128", "short", "short many grouped", "short many segments"]),
+        *(True, ["deterministic", "64 causal deterministic", "long causal deterministic"]),
+        *(False, ["128", "256 deterministic", "80 deterministic", "long deterministic"]),
     ),
     "kSharesUnits": (True, ["float32 highest"], False, ["128", "float32 highest causal"]),
     "kTurnsLeft": (True, ["segments", "blocks deterministic"], False, ["128", "blocks"]),
