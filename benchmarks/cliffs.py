@@ -2,6 +2,7 @@
 
     python benchmarks/cliffs.py                                # 100 problems of each of three seeds
     python benchmarks/cliffs.py --seeds 5 --problems 100 --seconds 180
+    python benchmarks/cliffs.py --seeds 5 --resume FILE.json   # the rest of them
     python benchmarks/cliffs.py --seeds 5 --only 17            # one of them again
     python benchmarks/cliffs.py --set short cross few          # named lists: common/drawn.py
     python benchmarks/cliffs.py --platform cpu --problems 2    # tiny ones, to see it run
@@ -16,24 +17,31 @@ attentions of a program (4 where one takes longer than the host does), each of t
 before, with keys and values of its own; and "single", calls of one attention from Python, one
 behind the other. Out and gradients are compared with those of XLA's program first: a peer that
 computes something else has no time. Where dropout's patterns differ, the noise is compared. A peer
-that takes more than 1.5 x the best's time in a rough measurement keeps that one. XLA's program
-whose scores alone take twice what kernels need is not tuned at first; where it then takes 3 x the
-time of another peer, it remains so, and is called singly alone. Ways in which ours is slower are
-measured again, longer.
+that takes more than 1.5 x the best's time in a rough measurement keeps that one, and so do all
+where ours leads by 1.3 x. Ways in which ours is slower are measured again, longer. XLA's program
+whose scores alone take twice what kernels need is called singly alone.
+
+Programs are compiled in processes of their own, ahead of the measurement. XLA's products are not
+tuned then. Behind all others, problems are measured again with tuned ones where XLA's program takes
+less than 1.3 x ours in a way: with --seconds, by a run of its own, `--resume FILE --tune`.
 
 Prints the geometric mean and the lowest of the best other / ours for each way, the 20 worst, and
 the 20 worst of our own time at the next round sizes / ours: no less work, so that 1 is no cliff.
-Writes build/benchmarks/<device>/cliffs-<commit>.json and .md, after each batch of problems.
+Writes build/benchmarks/<device>/cliffs-<commit>.json and .md, every few problems; --resume goes on
+with such a file.
 """
 
 import argparse
 import faulthandler
 import functools
+import itertools
+import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 # cuDNN's attention in a CUDA graph of XLA ends the process (jax 0.11.2, "local_device_ordinal").
@@ -44,20 +52,21 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import drawn, drawn_peers, machine, runs, shapes
+from common import ahead, drawn, drawn_peers, machine, runs, shapes
 from common.drawn import Drawn
-from common.drawn_programs import Compiled, Problem, Programs, compile_all, reason, tune
+from common.drawn_programs import Problem, Programs, compile_packed, reason, weight_shape
 from common.drawn_tables import KINDS, NEIGHBOUR, TITLES, WAYS, compiling, missing, summary, worst
 from common.shapes import Pass
-from tqdm import tqdm
 
 OURS, XLA = drawn_peers.OURS, drawn_peers.XLA
-FIRST, BATCH = 12, 60  # problems compiled before the first of them is measured: first, and later
+KEPT = 10  # problems after which results are written
 WINDOW = 0.004  # seconds of a round
 ROUGH = 0.5  # of a window: the first measurement
+LEADS = 1.3  # times ours takes the best other in that: it is enough
 ROUNDS, MORE_ROUNDS = 3, 6  # the second: of ways in which ours is slower
 FAR = 1.5  # times the best other: not measured in turns
-UNTUNED_FAR = 3.0  # and XLA's program with products that are not tuned, which remain so
+TUNERS = 4  # processes that tune XLA's products on the GPU at once
+NEAR = 1.3  # times ours takes XLA's program, not tuned: it is measured tuned
 # Largest norm of an error, of that of the result, where each peer rounds in its own places.
 TOLERANCES = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.01}
 LEAST = 1e-3  # norm of an element below which errors are absolute: no gradient where S is 1
@@ -71,38 +80,47 @@ def main() -> None:
     else:
         machine.require_gpu()
     begin = time.perf_counter()
+    until = begin + options.seconds if options.seconds else None
     limits = drawn.TINY if options.platform == "cpu" else drawn.GPU
     asked = problems(options, limits)
-    chosen = {
-        name: attend
-        for name, attend in drawn_peers.all_peers().items()
-        if options.peers is None or name in options.peers
-    }
-    ceiling = [runs.measure_product()]
-    records: list[dict[str, Any]] = []
-    left, batch = list(asked), FIRST
-    while left and batch:
-        started = time.perf_counter()
-        checks = {one for problem in left[:batch] for one in compared(problem.call)}
-        beside = [functools.partial(norms, *one) for one in sorted(checks)]
-        programs = compile_all(left[:batch], chosen, options.neighbours, beside)
-        compiled, done = time.perf_counter(), 0
-        for problem in tqdm(left[:batch], desc="measuring", disable=None):
-            if options.seconds and time.perf_counter() - begin > options.seconds:
-                break
-            records.append(measure_or_say(problem, programs.pop(problem)))
-            done += 1
-        parts = f"{compiled - started:.0f} s, measured in {time.perf_counter() - compiled:.0f} s"
-        print(f"{done} of {len(left[:batch])} problems compiled in {parts}", flush=True)
-        write(options, asked, records, ceiling)  # a later batch may be cut off
-        left, now, fits = left[done:], time.perf_counter(), BATCH
-        if options.seconds:  # what is compiled and not measured is lost
-            fits = int((begin + options.seconds - now) / (now - started) * max(done, 1))
-        batch = max(0, min(fits, BATCH))
+    kept = json.loads(options.resume.read_text()) if options.resume else {}
+    records = {key_of(record): record for record in kept.get("problems", [])}
+    ceiling = [*kept.get("product_tflops", []), runs.measure_product()]
+
+    def go_on(some: Sequence[Problem], tuned: bool) -> None:
+        packed = functools.partial(compile_packed, names, options.neighbours, tuned)
+        count = min(TUNERS, options.processes) if tuned else options.processes
+        with ahead.Processes(options.platform, count) as processes:
+            found = processes.each(packed, some, until)
+            for i, (problem, programs) in enumerate(list(found) if tuned else found):
+                if until and time.perf_counter() > until:
+                    break
+                record = measure_or_say(problem, programs)
+                records[key_of(record)] = record
+                if i % KEPT == KEPT - 1:
+                    write(options, asked, records.values(), ceiling)
+                    print(f"{i + 1} problems in {time.perf_counter() - begin:.0f} s", flush=True)
+
+    names = [n for n in drawn_peers.all_peers() if options.peers is None or n in options.peers]
+    if not options.tune:
+        go_on([one for one in asked if (one.source, one.index) not in records], tuned=False)
+    if options.tune or not options.seconds:
+        near = {key for key, record in records.items() if record["untuned"] and is_near(record)}
+        go_on([one for one in asked if (one.source, one.index) in near], tuned=True)
     if not records:
         raise SystemExit(f"{options.seconds} s are over before a problem is measured")
     ceiling.append(runs.measure_product())
-    print(write(options, asked, records, ceiling, explains=True))
+    print(write(options, asked, records.values(), ceiling))
+
+
+def key_of(record: Mapping[str, Any]) -> tuple[str, int]:
+    return record["problem"]["source"], record["problem"]["index"]
+
+
+def is_near(record: Mapping[str, Any]) -> bool:
+    """Tells whether XLA's program, tuned, could lead or nearly so."""
+    ways = [ms for ms in record["ms"].values() if XLA in ms and OURS in ms]
+    return any(ms[XLA] < NEAR * ms[OURS] for ms in ways)
 
 
 def parse() -> argparse.Namespace:
@@ -115,6 +133,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", choices=drawn.SETS, default=[], dest="sets")
     parser.add_argument("--only", type=int, nargs="+", help="indices, of each seed or set")
     parser.add_argument("--seconds", type=float, help="stop when they are spent")
+    parser.add_argument("--resume", type=Path, help="a file of results, to go on with")
+    parser.add_argument("--tune", action="store_true", help="no others: those that are near, tuned")
+    parser.add_argument("--processes", type=int, default=ahead.PROCESSES, help="that compile; 0: this")
     parser.add_argument("--no-neighbours", dest="neighbours", action="store_false")
     machine.add_peers(parser, list(drawn_peers.LABELS))
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
@@ -149,35 +170,13 @@ def problems(options: argparse.Namespace, limits: drawn.Limits) -> list[Problem]
 # ---- comparing -----------------------------------------------------------------------------------
 
 
-def compared(call: Drawn) -> set[tuple[tuple[int, ...], str, tuple[int, ...]]]:
-    """Lists what `norms` is asked for."""
-    shapes_of = call.sizes | {"out": call.sizes["q"]}
-    if call.bias_gradient:
-        shapes_of["bias"] = call.operands["bias"][0]
-    return {
-        (shapes_of[name], call.dtype, weight_shape(call, name, shapes_of[name]))
-        for name in call.results("training")
-    }
-
-
-def weight_shape(call: Drawn, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (1, 1, 1, 1) if name == "bias" else (*shape[:2], 1, 1)
-
-
-@functools.cache
-def norms(shape: tuple[int, ...], dtype: str, weights: tuple[int, ...]) -> Compiled:
-    """Compiles the norms of an error and of what is right, over the positions that count."""
-
-    def both(x: jax.Array, right: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, right = (jnp.where(valid, x, 0).astype(jnp.float32) for x in (x, right))
-        return jnp.linalg.norm((x - right).ravel()), jnp.linalg.norm(right.ravel())
-
-    of = jax.ShapeDtypeStruct(shape, dtype)
-    return jax.jit(both).lower(of, of, jax.ShapeDtypeStruct(weights, bool)).compile()
-
-
 def errors(
-    call: Drawn, given: Mapping[str, np.ndarray], of: Pass, results: Any, right: Any
+    call: Drawn,
+    norms: Mapping[Any, Callable[..., Any]],
+    given: Mapping[str, np.ndarray],
+    of: Pass,
+    results: Any,
+    right: Any,
 ) -> dict[str, float]:
     """Returns the norm of each error over that of what is right."""
     seen = drawn.valid(call, given) | {"bias": np.ones((1, 1), bool)}
@@ -185,7 +184,7 @@ def errors(
     for name, x, y in zip(call.results(of), results, right, strict=True):
         shape = weight_shape(call, name, x.shape)
         valid = seen[name].reshape(shape)
-        error, whole = norms(x.shape, call.dtype, shape)(x, y, jnp.asarray(valid))
+        error, whole = norms[x.shape, call.dtype, shape](x, y, jnp.asarray(valid))
         least = LEAST * math.sqrt(x.size)
         found[name] = float(f"{float(error) / max(float(whole), least):.3g}")
     return found
@@ -234,7 +233,7 @@ def check(
             without = {n: x for n, x in loaded.items() if n != "dropout_key"}
             right = jax.block_until_ready(programs.undropped[of](without))
         for name, one in results.items():
-            error = errors(call, given, of, one, right)
+            error = errors(call, programs.norms, given, of, one, right)
             found.setdefault(name, {})[of] = error
             if is_wrong(call, error, bool(call.dropout)):
                 wrong[f"{name}, {TITLES[of]}"] = ", ".join(f"{n} {x:g}" for n, x in error.items())
@@ -268,17 +267,20 @@ def about(problem: Problem, programs: Programs) -> dict[str, Any]:
         "calls": call.calls,
         "compiling": programs.seconds,
         "untuned": programs.untuned,
+        "ran": programs.ran,
     }
 
 
-def measure(problem: Problem, programs: Programs) -> dict[str, Any]:
-    """Compares and times the programs of a problem."""
-    call = problem.call
+def measure(problem: Problem, packed: Programs) -> dict[str, Any]:
+    """Compares and times the programs of a problem, as `compile_packed` returns them."""
+    call, clock = problem.call, [time.perf_counter()]
+    programs = packed.loaded()
+    clock.append(time.perf_counter())
     given = drawn.arrays(call)
     loaded = {name: jax.device_put(x) for name, x in given.items()}
-    if programs.untuned and may_lead(programs, loaded):
-        tune(problem, programs, drawn_peers.attend_xla)
+    clock.append(time.perf_counter())
     error, wrong = check(problem, programs, given, loaded)
+    clock.append(time.perf_counter())
     arguments: dict[str, Any] = dict.fromkeys(programs.ready, load(call, loaded))
     if NEIGHBOUR in programs.ready:
         assert call.neighbour is not None
@@ -299,27 +301,11 @@ def measure(problem: Problem, programs: Programs) -> dict[str, Any]:
         seconds, failed = time_in_turns(calls, count)
         programs.no.update({f"{name}, {kind} {TITLES[of]}": why for name, why in failed.items()})
         ms[f"{kind} {of}"] = {name: float(f"{1e3 * x:.4g}") for name, x in seconds.items()}
-    return about(problem, programs) | {"ms": ms, "error": error, "wrong": wrong, "no": programs.no}
-
-
-def may_lead(programs: Programs, loaded: dict[str, Any]) -> bool:
-    """Tells whether XLA's program, not tuned, is not far behind the other peers in a pass."""
-    for of in shapes.PASSES:
-        seconds = {}
-        for name, ways in programs.ready.items():
-            if name in (OURS, NEIGHBOUR) or ("single", of) not in ways:
-                continue
-            call = functools.partial(ways["single", of], loaded)
-            try:
-                jax.block_until_ready(call())
-            except Exception:  # it has no time: `check` says why
-                continue
-            seconds[name] = runs.queue(call, jax.block_until_ready, 1)
-        if XLA in seconds and seconds[XLA] < UNTUNED_FAR * min(
-            (x for name, x in seconds.items() if name != XLA), default=math.inf
-        ):
-            return True
-    return False
+    clock.append(time.perf_counter())
+    parts = [round(b - a, 2) for a, b in itertools.pairwise(clock)]
+    took = dict(zip(("loading", "arrays", "comparing", "timing"), parts, strict=True))
+    found = {"ms": ms, "error": error, "wrong": wrong, "no": programs.no, "took": took}
+    return about(problem, programs) | found
 
 
 def load(call: Drawn, loaded: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -350,6 +336,8 @@ def time_in_turns(
         rough[name] = runs.queue(call, jax.block_until_ready, again)
     each = {name: x / count[name] for name, x in rough.items()}
     best = min((x for name, x in each.items() if name not in (OURS, NEIGHBOUR)), default=math.inf)
+    if best > LEADS * each.get(OURS, math.inf) and NEIGHBOUR not in each:
+        return each, failed
     close = [name for name, x in each.items() if name in (OURS, NEIGHBOUR) or x < FAR * best]
     turns: dict[str, list[float]] = {name: [] for name in close}
 
@@ -375,22 +363,22 @@ def time_in_turns(
 def write(
     options: argparse.Namespace,
     asked: Sequence[Problem],
-    records: list[dict[str, Any]],
+    measured: Iterable[dict[str, Any]],
     ceiling: list[float],
-    *,
-    explains: bool = False,
 ) -> str:
-    """Writes the numbers and the tables; returns them. `explains`: with what ran the worst."""
+    """Writes the numbers and the tables; returns them."""
+    records = list(measured)
     head, folder = runs.describe(options, "benchmarks/cliffs.py", ceiling)
     path = folder / f"cliffs-{head['commit']}.json"
     counts = {"asked": len(asked), "measured": len(records)}
     path.write_text(runs.in_lines(head | counts, "problems", records))
     ran = f"{len(records)} of {len(asked)} problems were measured"
-    ran += "." if len(records) == len(asked) else f" in the {options.seconds:g} s."
+    untuned = sum(record["untuned"] for record in records)
+    ran += f", {untuned} with XLA's products as cuBLAS chooses, the others tuned."
     parts = [
         f"{runs.introduce(head)} {ran}",
         summary(records),
-        worst(records, explains),
+        worst(records),
         missing(records),
         compiling(records),
     ]

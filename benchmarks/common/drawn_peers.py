@@ -125,8 +125,7 @@ def attend_xla(of: Drawn, given: Given) -> Any:
         return _plain(of, given)
     mask = given.get("mask")
     if of.bottom_right:
-        mask = jnp.asarray(np.tri(of.q_len, of.kv_len, of.kv_len - of.q_len, dtype=bool))
-        mask = mask[None, None]
+        mask = jnp.tri(of.q_len, of.kv_len, of.kv_len - of.q_len, dtype=bool)[None, None]
     if of.documents:
         ids = given["segments"]
         mask = (ids[:, :, None] == ids[:, None, :])[:, None]

@@ -1,23 +1,21 @@
-"""Owns the compiling of cliffs.py's programs: of many problems, peers and passes, side by side.
+"""Owns the compiling of cliffs.py's programs: all of a problem, in a process of ahead.py.
 
 XLA tunes its products: it compiles some thirty candidates of each on all cores, and times them on
-the GPU. Programs that are tuned in many threads at once run beside each other's candidates, wait
-0.1 s for each that another's unloading holds up, and tune what another is tuning. So the first
-program of a pass, which tunes, is compiled in few threads, before the rest, which is in many.
+the GPU. That takes most of the time, and the GPU from who measures. So products are cuBLAS's by its
+own choice at first; cliffs.py has those tuned of problems where a tuned one could lead.
 
 Read next: cliffs.py, which measures them; drawn_peers.py for what each peer computes.
 """
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
-from tqdm import tqdm
+import jax.numpy as jnp
+from jax.experimental import serialize_executable
 
 from . import drawn, drawn_peers, shapes
 from .drawn import Drawn
@@ -26,11 +24,11 @@ from .drawn_tables import KINDS, NEIGHBOUR, TITLES
 from .shapes import Pass
 
 UNDROPPED = "XLA without dropout"
-TUNERS, THREADS = 3, 16  # threads that compile what XLA tunes, and the rest
-UNTUNED = {"xla_gpu_autotune_level": 0}  # each product as XLA has it by default
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 FAR_BYTES = 2.0  # times what kernels take: XLA's scores alone, written and read in float32
 
 Compiled = Callable[..., Any]
+Compared = tuple[tuple[int, ...], str, tuple[int, ...]]  # shape, dtype, shape of what counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +48,32 @@ class Problem:
 class Programs:
     """The programs of a problem, by name and way; or why there are none."""
 
-    ready: dict[str, dict[tuple[str, Pass], Compiled]] = dataclasses.field(default_factory=dict)
+    ready: dict[str, dict[tuple[str, Pass], Any]] = dataclasses.field(default_factory=dict)
     no: dict[str, str] = dataclasses.field(default_factory=dict)
-    undropped: dict[Pass, Compiled] = dataclasses.field(default_factory=dict)  # the mean of dropout
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # a thread's, of compiling
-    untuned: bool = False  # XLA's, which has no program of several attentions then
+    undropped: dict[Pass, Any] = dataclasses.field(default_factory=dict)  # the mean of dropout
+    norms: dict[Compared, Any] = dataclasses.field(default_factory=dict)
+    ran: dict[Pass, str] = dataclasses.field(default_factory=dict)  # what of ours runs each pass
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of compiling
+    untuned: bool = True  # XLA's products
+
+    def packed(self) -> "Programs":
+        """Returns them as bytes, for another process."""
+        return self._each(serialize_executable.serialize)
+
+    def loaded(self) -> "Programs":
+        """Returns those of another process, ready to be called."""
+        return self._each(lambda one: serialize_executable.deserialize_and_load(*one))
+
+    def _each(self, change: Callable[[Any], Any]) -> "Programs":
+        def all_of(programs: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {name: change(one) for name, one in programs.items()}
+
+        return dataclasses.replace(
+            self,
+            ready={name: all_of(ways) for name, ways in self.ready.items()},
+            undropped=all_of(self.undropped),
+            norms=all_of(self.norms),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,41 +90,35 @@ class Job:
     def step(self) -> Any:
         return step_of(self.call, self.attend, self.of)
 
-    @property
-    def makes_products(self) -> bool:
-        """Whether XLA makes products of it, which it tunes."""
-        if self.name in (OURS, NEIGHBOUR):
-            return drawn_peers.ran_on(self.call)[self.of] == "xla"
-        return self.name == XLA
-
     def compile(self, kind: str, options: Mapping[str, Any] | None = None) -> Compiled:
         if kind == "single":
             return self.step.lower(structs(self.call)).compile(options)
-        return compile_several(self.call, self.step, self.of)
+        return compile_several(self.call, self.step, self.of, options)
 
 
-def compile_all(
-    batch: Sequence[Problem],
-    chosen: Mapping[str, Any],
-    neighbours: bool,
-    beside: Sequence[Callable[[], Any]] = (),
-) -> dict[Problem, Programs]:
-    """Compiles all programs of some problems; `beside` is called in a thread too."""
-    found = {problem: Programs() for problem in batch}
-    jobs = [job for problem in batch for job in jobs_of(problem, chosen, neighbours)]
-    for problem, programs in found.items():
-        programs.untuned = XLA in chosen and cannot_lead(problem.call, chosen)
+def compile_packed(names: Sequence[str], neighbours: bool, tuned: bool, one: Problem) -> Programs:
+    """Compiles, in a process of ahead.py, the programs of a problem by the peers of some names."""
+    peers = drawn_peers.all_peers()
+    return compile_problem(one, {name: peers[name] for name in names}, neighbours, tuned).packed()
+
+
+def compile_problem(
+    problem: Problem, chosen: Mapping[str, Any], neighbours: bool, tuned: bool = False
+) -> Programs:
+    """Compiles the programs of a problem; `tuned`: with XLA's products as XLA tunes them."""
+    programs = Programs(untuned=not tuned)
+    far = XLA in chosen and cannot_lead(problem.call, chosen)
 
     def run(job: Job, kind: str) -> None:
-        programs = found[job.problem]
-        plain = job.name == UNDROPPED or (job.name == XLA and programs.untuned)
-        if f"{job.name}, {TITLES[job.of]}" in programs.no or (plain and kind == "program"):
+        title = f"{job.name}, {TITLES[job.of]}"
+        alone = job.name == UNDROPPED or (job.name == XLA and far)  # called singly alone
+        if title in programs.no or (alone and kind == "program"):
             return
         begin = time.perf_counter()
         try:
-            one = job.compile(kind, UNTUNED if plain else None)
+            one = job.compile(kind, None if tuned and not alone else UNTUNED)
         except Exception as error:  # a peer's failure is a result of the comparison
-            programs.no[f"{job.name}, {TITLES[job.of]}"] = reason(error)
+            programs.no[title] = reason(error)
             programs.ready.get(job.name, {}).pop(("single", job.of), None)
         else:
             if job.name == UNDROPPED:
@@ -115,41 +128,12 @@ def compile_all(
         finally:
             programs.seconds[f"{job.name}, {kind} {job.of}"] = round(time.perf_counter() - begin, 1)
 
-    def run_all(some: Sequence[Job], kinds: Sequence[str]) -> None:
-        for job, kind in itertools.product(some, kinds):
+    for job in jobs_of(problem, chosen, neighbours):
+        for kind in KINDS[::-1]:
             run(job, kind)
-
-    clock = [time.perf_counter()]
-    ours = dict.fromkeys(job.call for job in jobs if job.name in (OURS, NEIGHBOUR))
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(drawn_peers.ran_on, ours))  # compiles kernels, of both passes at once
-        makes_products = list(pool.map(lambda job: job.makes_products, jobs))
-    tuned: dict[tuple[Problem, str], list[Job]] = {}  # passes in turn: they have products in common
-    others = []
-    for job, products in zip(jobs, makes_products, strict=True):
-        if products and not (job.name == XLA and found[job.problem].untuned):
-            tuned.setdefault((job.problem, job.name), []).append(job)
-        else:
-            others.append(job)
-    clock.append(time.perf_counter())
-    with ThreadPoolExecutor(TUNERS) as pool:
-        show([pool.submit(run_all, some, ["single"]) for some in tuned.values()], "tuning")
-    clock.append(time.perf_counter())
-    with ThreadPoolExecutor(THREADS) as pool:
-        ahead = [pool.submit(one) for one in beside]
-        ahead += [pool.submit(run, job, "program") for some in tuned.values() for job in some]
-        ahead += [pool.submit(run_all, [job], KINDS[::-1]) for job in others]
-        show(ahead, "compiling")
-    clock.append(time.perf_counter())
-    parts = ", ".join(f"{b - a:.0f} s" for a, b in itertools.pairwise(clock))
-    print(f"kernels, what is tuned, the rest: compiled in {parts}", flush=True)
-    return found
-
-
-def show(ahead: Sequence[Any], what: str) -> None:
-    """Waits for all, and raises what one raised."""
-    for one in tqdm(as_completed(ahead), desc=what, total=len(ahead), disable=None):
-        one.result()
+    programs.norms = {one: norms(*one) for one in compared(problem.call)}
+    programs.ran = drawn_peers.ran_on(problem.call)
+    return programs
 
 
 def jobs_of(problem: Problem, chosen: Mapping[str, Any], neighbours: bool) -> list[Job]:
@@ -167,24 +151,13 @@ def jobs_of(problem: Problem, chosen: Mapping[str, Any], neighbours: bool) -> li
 def cannot_lead(call: Drawn, chosen: Mapping[str, Any]) -> bool:
     """Tells whether XLA's scores alone take long beside what kernels of another peer take.
 
-    It is a guess, so that tuning is spared: cliffs.py measures what is not tuned, and has it tuned
-    where it is not far behind.
+    It is a guess, by which its program of several attentions is spared.
     """
     kernels = chosen.keys() - {OURS, XLA}
     if not kernels or call.dtype == "float32" or call.score or call.bottom_right:
         return False
     seconds = 8 * call.scores / drawn.RATES[1]
     return seconds > max(FAR_BYTES * call.seconds, drawn.HOST_SECONDS / 4)
-
-
-def tune(problem: Problem, programs: Programs, attend: Any) -> None:
-    """Compiles XLA's programs of a problem again, tuned."""
-    programs.untuned = False
-    for of in shapes.PASSES:
-        job = Job(problem, XLA, problem.call, attend, of)
-        for kind in ("single", "program"):
-            if ("single", of) in programs.ready.get(XLA, {}):
-                programs.ready[XLA][kind, of] = job.compile(kind)
 
 
 def reason(error: Exception) -> str:
@@ -206,7 +179,9 @@ def step_of(call: Drawn, attend: Any, of: Pass) -> Any:
     return jax.jit(step)
 
 
-def compile_several(call: Drawn, step: Any, of: Pass) -> Compiled:
+def compile_several(
+    call: Drawn, step: Any, of: Pass, options: Mapping[str, Any] | None = None
+) -> Compiled:
     """Compiles as many attentions as a program has, each of what the one before returned.
 
     Queries and the gradient of out are the out before, which has the shape and stays of the size;
@@ -226,4 +201,30 @@ def compile_several(call: Drawn, step: Any, of: Pass) -> Compiled:
 
     like = structs(call)
     own = {name: [like.pop(name)] * call.calls for name in drawn.VARYING if name in like}
-    return several.lower(like, own).compile()
+    return several.lower(like, own).compile(options)
+
+
+def compared(call: Drawn) -> set[Compared]:
+    """Lists what `norms` is asked for."""
+    shapes_of = call.sizes | {"out": call.sizes["q"]}
+    if call.bias_gradient:
+        shapes_of["bias"] = call.operands["bias"][0]
+    return {
+        (shapes_of[name], call.dtype, weight_shape(call, name, shapes_of[name]))
+        for name in call.results("training")
+    }
+
+
+def weight_shape(call: Drawn, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, 1, 1, 1) if name == "bias" else (*shape[:2], 1, 1)
+
+
+def norms(shape: tuple[int, ...], dtype: str, weights: tuple[int, ...]) -> Compiled:
+    """Compiles the norms of an error and of what is right, over the positions that count."""
+
+    def both(x: jax.Array, right: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, right = (jnp.where(valid, x, 0).astype(jnp.float32) for x in (x, right))
+        return jnp.linalg.norm((x - right).ravel()), jnp.linalg.norm(right.ravel())
+
+    of = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.jit(both).lower(of, of, jax.ShapeDtypeStruct(weights, bool)).compile()

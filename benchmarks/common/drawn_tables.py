@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import shapes
-from .drawn import Drawn
-from .drawn_peers import LABELS, OURS, ran_on
+from .drawn_peers import LABELS, OURS
 from .shapes import Pass
 
 NEIGHBOUR = "neighbour"  # ours, of the next round sizes
@@ -56,7 +55,7 @@ def mean_and_lowest(found: Sequence[float]) -> list[str]:
     return [f"{mean:.3f}", f"{min(found):.3f}"]
 
 
-def worst(records: Sequence[Mapping[str, Any]], explains: bool) -> str:
+def worst(records: Sequence[Mapping[str, Any]]) -> str:
     """Writes the two lists of the lowest ratios."""
     beside, near = [], []
     for record in records:
@@ -75,7 +74,7 @@ def worst(records: Sequence[Mapping[str, Any]], explains: bool) -> str:
             label = record["neighbour"] if other == NEIGHBOUR else LABELS[other]
             cells = [f"{ratio:.3f}", f"{problem['source']} #{problem['index']}", problem["name"]]
             cells += [f"{kind}, {TITLES[of]}", f"{1e3 * ms[OURS]:.4g}", f"{1e3 * ms[other]:.4g}"]
-            cells += [label, ran_on(Drawn(**record["cell"]))[of] if explains else ""]
+            cells += [label, record["ran"][of]]
             lines.append("| " + " | ".join(cells) + " |")
         tables += ["\n".join(lines)] if found else []
     return "\n\n".join(tables)
@@ -101,7 +100,7 @@ def missing(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compiling(records: Sequence[Mapping[str, Any]]) -> str:
-    """Writes how long threads compiled, by peer: side by side, so that each takes from all."""
+    """Writes how long processes compiled, by peer, and what measuring took beside it."""
     counted: dict[str, float] = {}
     for record in records:
         for name, seconds in record["compiling"].items():
@@ -109,8 +108,9 @@ def compiling(records: Sequence[Mapping[str, Any]]) -> str:
             counted[peer] = counted.get(peer, 0.0) + seconds
     most = sorted(counted.items(), key=lambda x: -x[1])
     text = ", ".join(f"{LABELS.get(peer, peer)} {seconds:.0f}" for peer, seconds in most)
-    if not text:
-        return ""
-    untuned = sum(record["untuned"] for record in records)
-    text = f"Seconds of threads that compiled: {text}."
-    return text + f" XLA's products were not tuned in {untuned} problems." * bool(untuned)
+    took: dict[str, float] = {}
+    for record in records:
+        for part, seconds in record.get("took", {}).items():
+            took[part] = took.get(part, 0.0) + seconds
+    parts = ", ".join(f"{part} {seconds:.0f}" for part, seconds in took.items())
+    return f"Seconds of processes that compiled: {text}; of the one that measured: {parts}."
