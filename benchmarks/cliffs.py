@@ -135,7 +135,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="stop when they are spent")
     parser.add_argument("--resume", type=Path, help="a file of results, to go on with")
     parser.add_argument("--tune", action="store_true", help="no others: those that are near, tuned")
-    parser.add_argument("--processes", type=int, default=ahead.PROCESSES, help="that compile; 0: this")
+    parser.add_argument(
+        "--processes", type=int, default=ahead.PROCESSES, help="0: this one compiles"
+    )
     parser.add_argument("--no-neighbours", dest="neighbours", action="store_false")
     machine.add_peers(parser, list(drawn_peers.LABELS))
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")

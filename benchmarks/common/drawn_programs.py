@@ -62,7 +62,8 @@ class Programs:
 
     def loaded(self) -> "Programs":
         """Returns those of another process, ready to be called."""
-        return self._each(lambda one: serialize_executable.deserialize_and_load(*one))
+        load, first = serialize_executable.deserialize_and_load, jax.devices()[:1]
+        return self._each(lambda one: load(*one, execution_devices=first))
 
     def _each(self, change: Callable[[Any], Any]) -> "Programs":
         def all_of(programs: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import math
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import drawn, drawn_peers, drawn_programs, drawn_tables, shapes
+from common import ahead, drawn, drawn_peers, drawn_programs, drawn_tables, shapes
 from common.drawn import Drawn
 
 from jax_flash import reference
@@ -99,7 +101,7 @@ def compare_with_ours(call: Drawn, attend: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(drawn, "CALLS", 1)
     chosen = {"jax_flash": drawn_peers.attend_flash, "jax_xla": attend}
     problem = drawn_programs.Problem("test", 0, call)
-    programs = drawn_programs.compile_all([problem], chosen, neighbours=False)[problem]
+    programs = drawn_programs.compile_problem(problem, chosen, neighbours=False)
     given = drawn.arrays(call)
     found, wrong = cliffs.check(problem, programs, given, jax.tree.map(jnp.asarray, given))
     assert (programs.no, wrong) == ({}, {})
@@ -187,12 +189,13 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(drawn, "CALLS", 2)
     monkeypatch.setattr(cliffs, "WINDOW", 0.0)
     words = ["cliffs.py", "--platform", "cpu", "--seeds", "0", "--only", "0", "2"]
+    words += ["--processes", "0"]
     monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path), "--commit", "abc"])
     cliffs.main()
     path = tmp_path / "cpu" / "cliffs-abc.json"
     record = json.loads(path.read_text())
     assert (record["asked"], record["measured"]) == (2, 2)
-    assert record["command"] == "python benchmarks/cliffs.py --platform cpu --seeds 0 --only 0 2"
+    assert record["command"] == f"python benchmarks/{' '.join(words)}"
     for one in record["problems"]:
         cell = one["cell"] | {"window": one["cell"]["window"] and tuple(one["cell"]["window"])}
         assert Drawn(**cell) == drawn.draw(0, one["problem"]["index"], drawn.TINY)
@@ -206,36 +209,64 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         compiled = {f"{name}, {way}" for name in names for way in ways}
         refused = {f"jax_cudnn, single {of}" for of in shapes.PASSES}
         assert (set(one["compiling"]), one["untuned"]) == (compiled | refused, False)
-    compiled, took, printed = capsys.readouterr().out.split("\n", 2)
-    assert compiled.startswith("kernels, what is tuned, the rest: compiled in ")
-    assert took.startswith("2 of 2 problems compiled in ")
+    printed = capsys.readouterr().out
     assert printed == f"{path.with_suffix('.md').read_text()}\n{path}\n"
-    assert "2 of 2 problems were measured." in printed
+    assert "2 of 2 problems were measured, 0 with XLA's products as cuBLAS chooses" in printed
     assert "- jax_cudnn: NotImplementedError: nothing (4 passes)" in printed
-    assert "Seconds of threads that compiled: " in printed
+    assert "Seconds of processes that compiled: " in printed
 
 
-@pytest.mark.parametrize("far", [0.0, 1e9])
-def test_what_cannot_lead_is_tuned_where_it_is_not_far_behind(
-    far: float, monkeypatch: pytest.MonkeyPatch
+def test_a_run_goes_on_with_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    """The rest at first; with --tune, what XLA's program could lead in."""
+    peers = {"jax_flash": drawn_peers.attend_flash, "jax_xla": drawn_peers.attend_xla}
+    monkeypatch.setattr(drawn_peers, "all_peers", lambda: peers)
+    monkeypatch.setattr(drawn, "CALLS", 2)
+    monkeypatch.setattr(cliffs, "WINDOW", 0.0)
+    path = tmp_path / "cpu" / "cliffs-abc.json"
+
+    def run(*words: str) -> dict[int, dict[str, Any]]:
+        words = ("cliffs.py", "--platform", "cpu", "--seeds", "0", "--processes", "0", *words)
+        words += ("--no-neighbours", "--seconds", "1000", "--output", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", [*words, "--commit", "abc"])
+        cliffs.main()
+        return {one["problem"]["index"]: one for one in json.loads(path.read_text())["problems"]}
+
+    first = run("--only", "0")
+    both = run("--problems", "2", "--resume", str(path))
+    assert (set(first), set(both), both[0]) == ({0}, {0, 1}, first[0])
+    monkeypatch.setattr(cliffs, "is_near", lambda record: record["problem"]["index"] == 1)
+    tuned = run("--problems", "2", "--resume", str(path), "--tune")
+    assert [tuned[i]["untuned"] for i in (0, 1)] == [True, False]
+    capsys.readouterr()
+
+
+def test_processes_compile_ahead():
+    """They end with the block, or when their time is over."""
+    with ahead.Processes("cpu", 1) as processes:
+        assert dict(processes.each(math.sqrt, [1.0, 4.0])) == {1.0: 1.0, 4.0: 2.0}
+        assert list(processes.each(time.sleep, [600], time.perf_counter() + 0.1)) == []
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_what_cannot_lead_is_called_singly_alone(far: bool, monkeypatch: pytest.MonkeyPatch):
+    """Programs are measured as another process hands them on."""
     monkeypatch.setattr(drawn, "CALLS", 1)
     monkeypatch.setattr(cliffs, "WINDOW", 0.0)
-    monkeypatch.setattr(cliffs, "UNTUNED_FAR", far)
-    monkeypatch.setattr(drawn_programs, "cannot_lead", lambda call, chosen: True)
+    monkeypatch.setattr(drawn_programs, "cannot_lead", lambda call, chosen: far)
     peers = {
         "jax_flash": drawn_peers.attend_flash,
         "jax_xla": drawn_peers.attend_xla,
         "fa3": drawn_peers.attend_xla,
     }
     problem = drawn_programs.Problem("test", 0, TINY)
-    programs = drawn_programs.compile_all([problem], peers, neighbours=False)[problem]
-    assert set(programs.ready["jax_xla"]) == {("single", of) for of in shapes.PASSES}
+    programs = drawn_programs.compile_problem(problem, peers, neighbours=False).packed()
     record = cliffs.measure(problem, programs)
-    assert (record["untuned"], record["wrong"], record["no"]) == (far == 0, {}, {})
+    assert (record["untuned"], record["wrong"], record["no"]) == (True, {}, {})
     for kind, of in drawn_tables.WAYS:
-        of_xla = {"jax_xla"} - ({"jax_xla"} if far == 0 and kind == "program" else set())
-        assert set(record["ms"][f"{kind} {of}"]) == {"jax_flash", "fa3"} | of_xla
+        alone = {"jax_flash", "fa3"} if far and kind == "program" else set(peers)
+        assert set(record["ms"][f"{kind} {of}"]) == alone
 
 
 def test_xla_cannot_lead_where_its_scores_are_many():
