@@ -188,6 +188,7 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(drawn_peers, "all_peers", lambda: peers)
     monkeypatch.setattr(drawn, "CALLS", 2)
     monkeypatch.setattr(cliffs, "WINDOW", 0.0)
+    monkeypatch.setattr(cliffs, "NEAR", math.inf)
     words = ["cliffs.py", "--platform", "cpu", "--seeds", "0", "--only", "0", "2"]
     words += ["--processes", "0"]
     monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path), "--commit", "abc"])
