@@ -102,6 +102,7 @@ def main() -> None:
                     print(f"{i + 1} problems in {time.perf_counter() - begin:.0f} s", flush=True)
 
     names = [n for n in drawn_peers.all_peers() if options.peers is None or n in options.peers]
+    drawn_peers.register(names)
     if not options.tune:
         go_on([one for one in asked if (one.source, one.index) not in records], tuned=False)
     if options.tune or not options.seconds:

@@ -12,8 +12,8 @@ Forward and backward is with all gradients, those of a bias and of sinks include
 timed, a result is compared with float64 attention (common/exact.py): a wrong one is a failure, with
 no time. Writes build/benchmarks/<gpu>/features-<commit>.json and .md, after each problem.
 
---functions: ALiBi, a table of relative positions (with its gradient too) and softcap as functions
-of the scores, full and causal; causal, documents of 512 and a window of 1024 as functions of the
+--functions: ALiBi, a table of relative positions (with its gradient too), softcap and some without
+a name (common/score_functions.py) as functions of the scores, full and causal; causal, documents of 512 and a window of 1024 as functions of the
 mask; of the sizes of problems A and B, beside PyTorch's FlexAttention, attention without a
 function, and what is built in, where it is. Blocks of a mask are made before, as FlexAttention's
 are; FlexAttention is compiled ahead, a process for each program. Writes functions-<commit>.json and
@@ -182,6 +182,8 @@ def draw(case: Case) -> dict[str, jax.Array]:
             found[name] = jnp.broadcast_to(positions, shape).astype(dtype)
         elif name == "lengths":
             found[name] = (case.length // (1 + rows[:, 0] % 2)).astype(dtype)
+        elif name == "slopes":
+            found[name] = 2.0 ** -jnp.linspace(1, 8, case.heads, dtype=dtype)
         elif name == "dropout_key":
             found[name] = jnp.arange(2, dtype=dtype)
         else:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any, Self
 
-PROCESSES = max(1, min(len(os.sched_getaffinity(0)) - 2, 14))  # two are left to who measures
+PROCESSES = max(1, min(len(os.sched_getaffinity(0)) - 3, 14))  # three are left to who measures
 NICE = 10
 
 

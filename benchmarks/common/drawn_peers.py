@@ -1,9 +1,10 @@
 """Owns how each implementation computes a problem of drawn.py, and what it lacks."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,17 @@ def all_peers() -> dict[str, Callable[[Drawn, Given], Any]]:
     if importlib.util.find_spec("dew_flash_attn") is not None:
         found["fa3"] = attend_fa3
     return found
+
+
+def register(names: Sequence[str]) -> None:
+    """Registers the custom calls of some peers, as each does when it is first traced.
+
+    Programs that another process compiled need them.
+    """
+    call = Drawn(1, 64, 64, 1, 1, 64)
+    for name in names:
+        with contextlib.suppress(Exception):  # it refuses elsewhere, with its reason
+            jax.eval_shape(functools.partial(all_peers()[name], call), structs(call))
 
 
 def score_of(of: Drawn, given: Given) -> Callable[..., Any]:

@@ -24,7 +24,6 @@ from .drawn_tables import KINDS, NEIGHBOUR, TITLES
 from .shapes import Pass
 
 UNDROPPED = "XLA without dropout"
-UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 FAR_BYTES = 2.0  # times what kernels take: XLA's scores alone, written and read in float32
 
 Compiled = Callable[..., Any]
@@ -117,7 +116,7 @@ def compile_problem(
             return
         begin = time.perf_counter()
         try:
-            one = job.compile(kind, None if tuned and not alone else UNTUNED)
+            one = job.compile(kind, None if tuned and not alone else untuned(problem.call))
         except Exception as error:  # a peer's failure is a result of the comparison
             programs.no[title] = reason(error)
             programs.ready.get(job.name, {}).pop(("single", job.of), None)
@@ -147,6 +146,15 @@ def jobs_of(problem: Problem, chosen: Mapping[str, Any], neighbours: bool) -> li
         plain = dataclasses.replace(call, dropout=0.0)
         asked.append((UNDROPPED, plain, drawn_peers.attend_xla))
     return [Job(problem, *one, of) for one in asked for of in shapes.PASSES]
+
+
+def untuned(call: Drawn) -> dict[str, Any]:
+    """Returns the options by which XLA tunes no product.
+
+    Without its own kernels of products they are cuBLAS's; of float16 jax.nn asks for an algorithm
+    that only those have.
+    """
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": call.dtype == "float16"}
 
 
 def cannot_lead(call: Drawn, chosen: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 import jax_flash
 
+from .score_functions import OPERANDS, UNNAMED
 from .shapes import REACH, Case, Cell
 
 CHUNK = 1024  # queries at a time: [CHUNK, T] in float64 is 128 MB at T = 16384
@@ -133,7 +134,7 @@ def cut(case: Case, name: str, x: Any) -> Any:
         return x[rows, :, heads].swapaxes(1, 2)
     if name in ("bias", "mask"):
         return x[rows, heads]
-    return x[heads] if name in ("sinks", "table") else x[rows]
+    return x[heads] if name in ("sinks", "table", "slopes") else x[rows]
 
 
 def errors_of_case(
@@ -256,6 +257,10 @@ def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> 
             logits -= slopes[:, None, None] * abs(keys - queries)
         if case.score == "table":
             logits += jnp.asarray(relative_table(case.heads))[: logits.shape[1], columns]
+        if case.score in UNNAMED:
+            arrays = (given[name] for name in OPERANDS)
+            at = jnp.ogrid[tuple(slice(0, size) for size in logits.shape)]
+            logits = UNNAMED[case.score](jnp, *arrays)(logits, *at)
         if case.softcap is not None:
             logits = case.softcap * jnp.tanh(logits / case.softcap)
         logits = jnp.where(seen, logits, -1e30)  # finite: a row may see nothing

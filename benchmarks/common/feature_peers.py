@@ -18,6 +18,7 @@ import jax_flash
 
 from .exact import relative_table
 from .peers import XLA_SCORES, Call, Peer, Program, compile_jax
+from .score_functions import OPERANDS, UNNAMED
 from .shapes import ARRAYS, REACH, Case, Pass
 
 SEED = 7  # of the dropout of peers that take no key
@@ -60,6 +61,8 @@ def explain(case: Case) -> dict[str, Any]:
     given: dict[str, Any] = dict(structs(case))
     if "table" in given:  # what a function reads is an array there
         given["table"] = relative_table(case.heads)
+    if case.score in UNNAMED:
+        given |= {name: jnp.zeros(given[name].shape) for name in OPERANDS}
     with jax.default_matmul_precision(case.precision):
         found = jax_flash.explain(**flash_options(case, given))
     reasons = {name: "; ".join(texts) for name, texts in found.forward.refusals.items()}
@@ -91,7 +94,7 @@ def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:
             arrays.pop(name, None)
     changes = {
         "softcap": case.softcap if case.score is None else None,
-        "score_mod": score_function(case, given.get("table")),
+        "score_mod": score_function(case, given),
         "dropout_rate": case.dropout,
     }
     return arrays | visible | changes
@@ -110,15 +113,17 @@ def block_mask(case: Case) -> jax_flash.BlockMask:
         return jax_flash.block_mask(sees, q_len=case.length, kv_len=case.length)
 
 
-def score_function(case: Case, table: Any) -> Any:
-    """Returns the case's function of the scores, which reads the table if that has a gradient."""
+def score_function(case: Case, given: Mapping[str, Any]) -> Any:
+    """Returns the case's function of the scores, which reads some of the arrays given."""
+    if case.score in UNNAMED:
+        return UNNAMED[case.score](jnp, *(given[name] for name in OPERANDS))
     match case.score:
         case "alibi":
             return jax_flash.scores.alibi(jax_flash.scores.alibi_slopes(case.heads))
         case "table":
             return jax_flash.scores.relative_position_table(relative_table(case.heads))
         case "learned":
-            return jax_flash.scores.relative_position_table(table)
+            return jax_flash.scores.relative_position_table(given["table"])
         case "softcap":
             return jax_flash.scores.softcap(case.softcap or 1.0)
     return None
@@ -320,6 +325,9 @@ def _flex(case: Case, tensors: Mapping[str, Any]) -> Callable[[], Any]:
             logit = logit + bias[tuple(i if size > 1 else i * 0 for i, size in at)]
         if case.score == "alibi":
             logit = logit - slopes[h] * (q - k).abs()
+        if case.score in UNNAMED:
+            arrays = (tensors[name] for name in OPERANDS)
+            return UNNAMED[case.score](torch, *arrays)(logit, b, h, q, k)
         if case.score in ("table", "learned"):
             logit = logit + table[h, (k - q).clamp(-REACH, REACH) + REACH]
         if case.softcap is not None:

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from .score_functions import UNNAMED
+
 Pass = Literal["forward", "training"]  # training: forward and backward
 PASSES: tuple[Pass, ...] = ("forward", "training")
 TOKENS = 16384
@@ -159,7 +161,7 @@ class Case(Cell):
     dropout: float = 0.0
     softcap: float | None = None
     # A function of the scores: "alibi", "table", "softcap" of `softcap`, or "learned", a table with
-    # a gradient, float32 [N, 2 REACH + 1].
+    # a gradient, float32 [N, 2 REACH + 1]; or one of UNNAMED.
     score: str | None = None
     blocks: bool = False  # causal, window and segment by a block mask made of a function
     sinks: bool = False  # float32 [N]
@@ -189,6 +191,9 @@ class Case(Cell):
             found["sinks"] = (self.heads,), "float32"
         if self.score == "learned":
             found["table"] = (self.heads, 2 * REACH + 1), "float32"
+        if self.score in UNNAMED:
+            found |= {"slopes": ((self.heads,), "float32")}
+            found |= dict.fromkeys(("rows", "columns"), (row, "float32"))
         if self.mask is not None:
             found["mask"] = (self.batch, 1, self.length, self.length), "bool"
         if self.lengths:
@@ -272,6 +277,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "table_gradient": {"score": "learned"},
         "softcap": {"softcap": 30.0},
         "softcap_function": {"softcap": 30.0, "score": "softcap"},
+        **{name: {"score": name} for name in UNNAMED},
     }.items()
 }
 
