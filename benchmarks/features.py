@@ -13,11 +13,11 @@ timed, a result is compared with float64 attention (common/exact.py): a wrong on
 no time. Writes build/benchmarks/<gpu>/features-<commit>.json and .md, after each problem.
 
 --functions: ALiBi, a table of relative positions (with its gradient too), softcap and some without
-a name (common/score_functions.py) as functions of the scores, full and causal; causal, documents of 512 and a window of 1024 as functions of the
-mask; of the sizes of problems A and B, beside PyTorch's FlexAttention, attention without a
-function, and what is built in, where it is. Blocks of a mask are made before, as FlexAttention's
-are; FlexAttention is compiled ahead, a process for each program. Writes functions-<commit>.json and
-.md.
+a name (common/score_functions.py) as functions of the scores, full and causal; causal, documents of
+512 and a window of 1024 as functions of the mask; of the sizes of problems A and B, beside
+PyTorch's FlexAttention, attention without a function, and what is built in, where it is. Blocks of
+a mask are made before, as FlexAttention's are; FlexAttention is compiled ahead, a process for each
+program. Writes functions-<commit>.json and .md.
 """
 
 import argparse

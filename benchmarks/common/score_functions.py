@@ -1,7 +1,7 @@
 """Owns functions of the scores that have no name, each written once for JAX and for PyTorch.
 
-A maker takes the library's module and float32 arrays: slopes `[N]`, rows `[B, T]`, columns `[B, S]`.
-The function takes a score, its batch row, head, query and key: scalars, or arrays that broadcast.
+A maker takes the library's module and float32 slopes `[N]`, rows `[B, T]` and columns `[B, S]`. The
+function takes a score, its batch row, head, query and key, scalars or arrays that broadcast.
 """
 
 from collections.abc import Callable
