@@ -21,6 +21,7 @@ from ..cases import BOTTOM_RIGHT, Arguments, Case
 from ..compare import compare_copies
 from ..conformance_cases import case_id
 from ..emulator import Emulator
+from ..other_kernels import AsIfLong
 from ..tolerance import max_error
 
 H200 = _gpu.spec.GPUS["H200"]
@@ -71,6 +72,23 @@ def test_case(case: Case, emulator: Emulator):
     arguments = case.draw()
     got = emulator.run(arguments)
     compare_copies(arguments, got)
+
+
+SHARED = (
+    ("shares", True, C("few keys", T=300, S=5, N=1, H=128)),
+    ("shares", True, C("wide, lengths", T=200, S=64, N=1, H=208, kv_lengths=(50,))),
+    ("unit_heads", 1, C("wide units", T=130, S=70, N=4, K=1, H=224, Hv=192)),
+    ("unit_heads", 1, C("units", T=130, S=70, N=4, K=1, causal=True)),
+)
+
+
+@pytest.mark.parametrize("field, value, case", SHARED, ids=lambda x: getattr(x, "name", None))
+def test_units_that_add_to_the_same_keys(field: str, value: int, case: Case, emulator: Emulator):
+    """They are parts of a unit's queries, or of a group's heads; the rest adds to nothing."""
+    arguments = case.draw()
+    compare_copies(arguments, emulator.run(AsIfLong(arguments, field, value)))
+    small = scaled(arguments, key=1e-12)
+    check_rest(small, lambda arguments: emulator.run(AsIfLong(arguments, field, value)))
 
 
 SINCE_AMPERE = (

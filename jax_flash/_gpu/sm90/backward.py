@@ -274,9 +274,11 @@ class _Backward:
         problem, group = self.problem, group_size(self.shapes)
         if self.shares:
             return 1
-        if group * self._steps < _UNIT_STEPS or group == 1 or self.few:
+        if group * self._steps < _UNIT_STEPS or group == 1:
             return 0
-        if not self.tma_loads or problem.split:
+        if self.few and not (self.wide and problem.split):
+            return 0
+        if not self.tma_loads:
             return 0
         sizes = (self.shapes.batch, self.shapes.q_heads)
         if not all(isinstance(size, int) for size in sizes) or self.adds_rows or self.dbias_heads:
@@ -318,7 +320,9 @@ class _Backward:
         shared = {"query_lengths", "key_value_lengths", "dropout_state", "bias"}
         if problem.window != (None, None) or not shared.issuperset(problem.terms):
             return False
-        if problem.deterministic or problem.split or problem.score is not None or self.few:
+        if problem.deterministic or problem.score is not None:
+            return False
+        if self.few and not (self.wide and self.problem.split):
             return False
         if self.pairs or not self.tma_loads or self.adds_rows or self.dbias_heads:
             return False
