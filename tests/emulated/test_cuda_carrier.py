@@ -82,7 +82,7 @@ SHARED = (
 )
 
 
-@pytest.mark.parametrize("field, value, case", SHARED, ids=lambda x: getattr(x, "name", None))
+@pytest.mark.parametrize(("field", "value", "case"), SHARED, ids=lambda x: getattr(x, "name", ""))
 def test_units_that_add_to_the_same_keys(field: str, value: int, case: Case, emulator: Emulator):
     """They are parts of a unit's queries, or of a group's heads; the rest adds to nothing."""
     arguments = case.draw()

@@ -39,6 +39,13 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 33, "kv_len": 33}, False),
         ("bfloat16", {"kv_heads": 4, "batch": 1, "q_len": 17, "kv_len": 17}, False),
+        (
+            "bfloat16",
+            {"kv_len": 16, "kv_heads": 8, "head_dim": 177, "q_len": 300},
+            True,
+        ),  # warps load rows
+        ("bfloat16", {"kv_len": 16, "kv_heads": 8, "head_dim": 177, "q_len": 500}, False),
+        ("bfloat16", {"kv_len": 16, "kv_heads": 8, "head_dim": 176, "q_len": 300}, False),
         ("bfloat16", {"kv_heads": 2}, False),  # XLA would copy the keys of two heads
         ("float32", {"kv_heads": 8, "q_len": 32, "batch": 16}, True),
         ("float32", {"kv_heads": 8, "q_len": 33, "kv_len": 100}, False),

@@ -289,6 +289,7 @@ def test_the_worst_are_told():
             "ms": ways,
             "wrong": {},
             "no": {},
+            "ran": dict.fromkeys(shapes.PASSES, "by"),
         }
 
     records = [
@@ -298,12 +299,12 @@ def test_the_worst_are_told():
     ]
     rows = drawn_tables.summary(records).splitlines()
     assert rows[2] == "| program, forward | 2 | 1.000 | 0.500 | 1 | 1.500 | 1.500 |"
-    first, second = drawn_tables.worst(records, explains=False).split("\n\n")
+    first, second = drawn_tables.worst(records).split("\n\n")
     assert first.splitlines()[2].startswith(
         "| 0.500 | seed 0 #1 | call 1 | program, forward | 1000 | 500 | jax.nn, cuDNN |"
     )
     assert len(first.splitlines()) == 2 + 8
-    assert second.splitlines()[2].split(" | ")[-3:] == ["1500", "beside", " |"]
+    assert second.splitlines()[2].split(" | ")[-3:] == ["1500", "beside", "by |"]
     records[2]["no"] = {"jax_flash, forward": "RuntimeError: none"}
     records[1]["wrong"] = {"fa3, forward": "out 0.5"}
     assert drawn_tables.missing(records).splitlines() == [
@@ -315,14 +316,19 @@ def test_the_worst_are_told():
 def test_a_budget_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     clock = itertools.count(0.0, 4.0)  # a problem takes some seconds
     monkeypatch.setattr(cliffs, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(cliffs, "compile_all", lambda batch, *_: dict.fromkeys(batch))
+    monkeypatch.setattr(cliffs, "compile_packed", lambda *_: None)
     ways = {f"{kind} {of}": {"jax_flash": 1.0} for kind, of in drawn_tables.WAYS}
-    where = {"source": "seed 0", "index": 0, "name": "call"}
-    record = {"problem": where, "ms": ways, "wrong": {}, "no": {}, "compiling": {}}
-    monkeypatch.setattr(cliffs, "measure", lambda *_: record)
+    record = {"ms": ways, "wrong": {}, "no": {}, "compiling": {}, "untuned": True}
+    record["ran"] = dict.fromkeys(shapes.PASSES, "by")
+
+    def measure(problem: drawn_programs.Problem, _: Any) -> dict[str, Any]:
+        where = {"source": problem.source, "index": problem.index, "name": "call"}
+        return record | {"problem": where}
+
+    monkeypatch.setattr(cliffs, "measure", measure)
     words = ["cliffs.py", "--platform", "cpu", "--seconds", "100", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", [*words, "--processes", "0"])
     cliffs.main()
     told = capsys.readouterr().out
-    count = int(told.split(" of 300 problems were measured in the 100 s.")[0].split()[-1])
+    count = int(told.split(" of 300 problems were measured")[0].split()[-1])
     assert 12 < count < 26
