@@ -274,9 +274,7 @@ class _Backward:
         problem, group = self.problem, group_size(self.shapes)
         if self.shares:
             return 1
-        if group * self._steps < _UNIT_STEPS or group == 1:
-            return 0
-        if self.few and not (self.wide and problem.split):
+        if group * self._steps < _UNIT_STEPS or group == 1 or not self.may_add:
             return 0
         if not self.tma_loads:
             return 0
@@ -310,6 +308,19 @@ class _Backward:
         )
 
     @property
+    def may_add(self) -> bool:
+        """Several units may add to dk and dv: of copies of float32 beside what spills nothing.
+
+        Where scratch is scarce, wide ones of copies alone, which have the sum of dq in dq.
+        """
+        problem = self.problem
+        if not problem.split:
+            return not self.few
+        simple = {"query_lengths", "key_value_lengths", "dropout_state"}.issuperset(problem.terms)
+        simple &= problem.softcap is None and problem.score is None and not problem.deterministic
+        return simple and not self.in_order and (self.wide or not self.few)
+
+    @property
     def shares(self) -> bool:
         """Units of one head leave half of the multiprocessors without one, and walk far.
 
@@ -322,7 +333,7 @@ class _Backward:
             return False
         if problem.deterministic or problem.score is not None:
             return False
-        if self.few and not (self.wide and self.problem.split):
+        if not self.may_add:
             return False
         if self.pairs or not self.tma_loads or self.adds_rows or self.dbias_heads:
             return False
