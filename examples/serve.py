@@ -30,7 +30,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from serving.engine import Engine, Event, OverloadedError, Request
-from serving.model import load_gpt, load_llama
+from serving.model import CACHE_SCALES, load_gpt, load_llama
 from serving.text import Bytes, Text, Words, Writer
 
 # What a request may have besides: values that ask for nothing, or that change no token.
@@ -299,7 +299,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default="train_gpt.msgpack")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--cache-dtype", choices=["float8_e4m3fn"], help="instead of --dtype's")
+    parser.add_argument("--cache-dtype", choices=[*CACHE_SCALES], help="instead of --dtype's")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--pages", type=int, default=512, help="of the cache")

@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 from serving.engine import Engine, Request
-from serving.model import Model, load_gpt
+from serving.model import CACHE_SCALES, Model, load_gpt
 from training import START, read_documents
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"))
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--page-size", type=int, default=8)
-    parser.add_argument("--cache-dtype", choices=["float8_e4m3fn", "int8"])
+    parser.add_argument("--cache-dtype", choices=[*CACHE_SCALES])
     parser.add_argument("--keep", type=float, action="append", help="may be given several times")
     args = parser.parse_args()
     model = load_gpt(args.model, "float32")

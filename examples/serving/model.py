@@ -18,7 +18,8 @@ from flax import serialization
 
 from jax_flash import key_weights, ragged_paged_attention, rotate
 
-CACHE_SCALE = 0.25  # of eight bits: float8_e4m3fn then has keys and values up to 112
+# Caches of eight bits: float8_e4m3fn then has keys and values up to 112, int8 up to 15.9.
+CACHE_SCALES = {"float8_e4m3fn": 0.25, "int8": 0.125}
 FADES = 0.98  # what is left of a weight one token later: after 50 of them 36 %
 
 KvPages = list[tuple[jax.Array, jax.Array]]  # of each block: keys and values [P, S, K, H]
@@ -98,7 +99,7 @@ class Model:
             query, key = (
                 rotate(y[None], self.rotary_base, batch.positions[None])[0] for y in (query, key)
             )
-            scale = None if keys.dtype == x.dtype else CACHE_SCALE
+            scale = CACHE_SCALES.get(keys.dtype.name)
             step = ragged_paged_attention(
                 query,
                 keys,

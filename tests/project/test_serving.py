@@ -298,7 +298,7 @@ def test_common_instructions_are_read_once(served, gpt, monkeypatch):
 def test_a_cache_with_a_budget(gpt, served):
     """Each request keeps its share; with all pages the loss is the model's own."""
     import serve_budget
-    from serving.model import Batch, weigh_pages
+    from serving.model import CACHE_SCALES, Batch, weigh_pages
 
     model, rng = served[0].engine.model, np.random.default_rng(4)
     texts = rng.integers(1, 256, (3, 96)).tolist()
@@ -307,9 +307,10 @@ def test_a_cache_with_a_budget(gpt, served):
     expected = [-scores[i, t - 1, text[t]] for i, text in enumerate(texts) for t in range(48, 96)]
     np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-5)
     assert share == 1.0
-    dropped, share = serve_budget.measure(model, texts, 0.3, 8, "float8_e4m3fn")
-    assert 0.25 < share < 0.4
-    assert 1e-5 < abs(dropped - loss) < 0.1
+    for kind in CACHE_SCALES:
+        dropped, share = serve_budget.measure(model, texts, 0.3, 8, kind)
+        assert 0.25 < share < 0.4
+        assert 1e-5 < abs(dropped - loss) < 0.1
 
     # Pages of 4; requests of 2 tokens behind 9 positions, of 5, of none; then of one token each.
     keys = rng.standard_normal((6, 4, 2, 8), np.float32)
