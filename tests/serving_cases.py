@@ -91,7 +91,9 @@ class InCommon:
 
     def compare(self, got: jax_flash.Attended) -> None:
         """Checks results against those of backend "xla", which reads the pages for each request."""
-        expected = run(self.draw(), backend="xla", **self.options)
+        # On the host: a sanitizer looks at each kernel that XLA would run on a GPU.
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = run(self.draw(), backend="xla", **self.options)
         for x, y in zip(got[:2], expected[:2], strict=True):
             x, y = (np.asarray(z, np.float32) for z in (x, y))
             np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
