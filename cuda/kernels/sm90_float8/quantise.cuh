@@ -23,8 +23,9 @@ inline constexpr int kNumbers = kPieces * kPiece;
 inline constexpr int kRowPieces = kHeadDim / kPiece;
 inline constexpr int kThreads = kPositions * kHeadDim / kNumbers;
 inline constexpr int kWarps = kThreads / 32;
-inline constexpr int kWords = kHeadDim / 4, kPitch = kWords + 1;  // of a row of float8
-inline constexpr int kLeastExponent = -117;                       // of a scale
+inline constexpr int kWords = kHeadDim / 4;  // of a row of float8
+inline constexpr int kPitch = forward::column_pitch(kWords);
+inline constexpr int kLeastExponent = -117;  // of a scale
 static_assert(kHeadDim % 16 == 0 && kThreads <= 1024);
 static_assert(kPositions % kScaled == 0);
 
@@ -123,31 +124,6 @@ __device__ __forceinline__ int exponent_of(float largest) {
   return max(exponent, kLeastExponent);
 }
 
-// Writes the columns [kHeadDim, 128] of rows [128, kHeadDim]; a thread takes four features of four
-// keys at a time.
-__device__ __forceinline__ void write_columns(const uint32* rows, uint32* columns, int64 pitch) {
-  constexpr int kFours = kPositions / 4;
-#pragma unroll
-  for (int i = threadIdx.x; i < kFours * kWords; i += kThreads) {
-    const int four = i % kFours, word = i / kFours, slot = 4 * four;
-    uint32 of_key[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int key = slot / 32 * 32 + forward::key_of_slot(slot % 32 + j);
-      of_key[j] = rows[key * kPitch + word];
-    }
-    const uint32 low[2] = {__byte_perm(of_key[0], of_key[1], 0x5140),
-                           __byte_perm(of_key[2], of_key[3], 0x5140)};
-    const uint32 high[2] = {__byte_perm(of_key[0], of_key[1], 0x7362),
-                            __byte_perm(of_key[2], of_key[3], 0x7362)};
-    uint32* to = columns + 4 * word * pitch + four;
-    to[0] = __byte_perm(low[0], low[1], 0x5410);
-    to[pitch] = __byte_perm(low[0], low[1], 0x7632);
-    to[2 * pitch] = __byte_perm(high[0], high[1], 0x5410);
-    to[3 * pitch] = __byte_perm(high[0], high[1], 0x7632);
-  }
-}
-
 }  // namespace quantise
 
 // A CTA for 128 positions of a head, heads first.
@@ -234,6 +210,6 @@ extern "C" __global__ void __launch_bounds__(quantise::kThreads, 1024 / quantise
     const int64 pitch = static_cast<int64>(blocks) * (kPositions / 4);
     const int64 of_head = static_cast<int64>(batch) * p.heads + head;
     auto* columns = static_cast<uint32*>(p.columns) + of_head * kHeadDim * pitch;
-    write_columns(rows, columns + block * (kPositions / 4), pitch);
+    forward::write_columns<kWords, kThreads>(rows, columns + block * (kPositions / 4), pitch);
   }
 }
