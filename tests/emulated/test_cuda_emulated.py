@@ -27,6 +27,7 @@ CASES = (
     C("head dim 64"),
     C("head dim 72 value 16", H=72, Hv=16, causal=True),
     C("head dim 128", H=128, T=260, S=300),
+    C("queries held", H=128, T=330, S=530, N=4, causal=True, align=BOTTOM_RIGHT),
     C("head dim 192 value 128", H=192, Hv=128, S=600, T=70, align=BOTTOM_RIGHT, causal=True),
     C("head dim 256, one block of keys", H=256, S=60, T=150, K=1, causal=True, align=BOTTOM_RIGHT),
     C("pairs, head dim 256", H=256, S=256, T=200, N=2, K=1, causal=True),

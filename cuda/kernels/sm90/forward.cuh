@@ -13,6 +13,7 @@
 //   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
+//   bool kHoldsQueries        a unit's Q is in registers: the next unit's is loaded beside it
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   bool kHalves              float32 as two float16: sm90_float32/forward.cuh

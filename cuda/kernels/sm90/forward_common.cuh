@@ -42,8 +42,9 @@ using ValueBlock = KeyTile<kValueDim, kBlockKV, kWholeRows>;
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
 inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1 + kTails);
-// A unit's description outlives its Q buffer by the epilogue: a slot more, at least.
-inline constexpr int kInfoStages = 2 * kQueryStages;
+// A unit's description outlives its Q buffer by the epilogue: a slot more, at least; by the whole
+// unit where queries are held.
+inline constexpr int kInfoStages = (kHoldsQueries ? 4 : 2) * kQueryStages;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight, with kRepeats
 // A bias that TMA loads comes with the keys, in their stages and at their barriers.
 inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kBytes : 0;
@@ -58,6 +59,8 @@ static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
 static_assert(kTmaLoads ? kParts > 1 || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic,
               "planes are padded");
 static_assert(kWarpgroupRows % kPackedHeads == 0);
+static_assert(!kHoldsQueries ||
+              (kTmaLoads && kQueryStages == 1 && kParts == 1 && !kFloat8 && kHeadDim % 16 == 0));
 static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
               "a unit has one head's mask, bias and function");
 static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % bias::kBoxKeys == 0));

@@ -16,6 +16,17 @@ struct Operands {
   static constexpr bool kNanMayBeWrong = false;  // of a row whose lse is NaN
   struct UnitFactor {};
   uint32 weights[kBlockKV / 4];
+  uint32 queries[kHoldsQueries ? kHeadDim / 16 : 1][4];
+
+  // With kHoldsQueries: a unit's, from its tile.
+  __device__ __forceinline__ void take_queries(uint32 tile) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i) {
+      ptx::load_matrix_x4(chunk_address<kWarpgroupRows>(tile, row, 2 * i + threadIdx.x % 32 / 16),
+                          queries[i]);
+    }
+  }
 
   // Factors of a unit's queries, of a block of keys and of a block of values: there are none.
   static __device__ __forceinline__ UnitFactor read_factor(const ForwardParams&, const UnitInfo&,
@@ -47,8 +58,14 @@ struct Operands {
 #pragma unroll
     for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
-      ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kWarpgroupRows * kBoxRowBytes + inner),
-                                   key.at(box * KeyBlock::kBoxBytes + inner), i > 0);
+      const uint64 right = key.at(box * KeyBlock::kBoxBytes + inner);
+      if constexpr (kHoldsQueries) {
+        const uint32(&left)[4] = queries[i];
+        ptx::wgmma_rs<Element, 0>(scores, left[0], left[1], left[2], left[3], right, i > 0);
+      } else {
+        ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kWarpgroupRows * kBoxRowBytes + inner),
+                                     right, i > 0);
+      }
     }
   }
   // and the output of the block.

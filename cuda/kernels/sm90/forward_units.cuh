@@ -154,6 +154,16 @@ struct UnitResults : Warpgroup {
     }
     p.marks[unit * kWarpsOfConsumers + of_team] = rows;
   }
+  // With kHoldsQueries: takes the queries of a unit that has been read, and gives their buffer
+  // back. A template: not all operands do.
+  template <class Of>
+  __device__ __forceinline__ void take_queries(Of& of) {
+    if constexpr (kHoldsQueries) {
+      of.take_queries(start + JF_OFFSET(query) +
+                      kQueryBytes * (kConsumers * query_stage() + warpgroup));
+      release_query();
+    }
+  }
   // Asks for another walk of the unit, if this was its first and there is a slot; else its rows
   // that overflowed stay marked.
   __device__ __forceinline__ void repeat_unit(const UnitInfo& t) const {
@@ -256,6 +266,7 @@ struct Consumer : UnitResults {
       const Range all = walked();
       if (!sees_nothing()) {
         if (!kBeginsNear) skip_blocks(kListsOwn ? blocks_before() : all.end - 1 - block);
+        take_queries(operands);
         wait_key();
         const auto factor = read_factor();
         begin_scores(scores);
@@ -398,6 +409,7 @@ struct Consumer : UnitResults {
       }
       if (next == kStarts) {
         if constexpr (!kEarlyOutput && !kOutputFirst) begin_last_output(accumulate);
+        take_queries(operands);
         const auto factor = read_factor();
         begin_scores(scores);
         if constexpr (!kOutputFirst) {

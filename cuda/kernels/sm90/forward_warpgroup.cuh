@@ -259,7 +259,7 @@ struct WarpgroupProducts : WarpgroupState {
   // Gives the operands of the scores back.
   __device__ __forceinline__ void release_scores() {
     release_key();
-    if (is_last()) release_query();
+    if (!kHoldsQueries && is_last()) release_query();
   }
 };
 

@@ -34,6 +34,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kConsumers": tiling.consumers,
         "kStages": tiling.stages,
         "kQueryStages": tiling.query_stages,
+        "kHoldsQueries": tiling.holds_queries,
         "kPackedHeads": tiling.packed_heads,
         "kPreScale": problem.scale <= 0,
         "kBatchesTogether": tiling.batches_together,

@@ -25,6 +25,7 @@ class ForwardTiling:
     tma_loads: bool = True  # TMA loads; it cannot where 8 does not divide a dim
     stages: int = 2  # blocks of keys and values in flight
     query_stages: int = 1
+    holds_queries: bool = False  # in registers, so that the next unit's take their buffer at once
     packed_heads: int = 1  # query heads of one kv head that share a block of queries
     dynamic: bool = True  # units from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
