@@ -107,8 +107,8 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
             r"a store: \d+ bytes at byte \d+ of ", id="rows past the end",  # of the one below
         ),
         pytest.param(
-            "sm90/forward_warpgroup.cuh", "kQueryBytes * (kConsumers * query_stage() + warpgroup)",
-            "kQueryBytes * (kConsumers * query_stage() + warpgroup + 15)",
+            "sm90/forward_warpgroup.cuh", "kKeyBytes / 8 * key_ring.barrier_offset()",
+            "kKeyBytes / 8 * (key_ring.barrier_offset() + 52)",
             "wgmma: bytes .* of shared memory, which has", id="beyond shared memory",
         ),
         pytest.param(
