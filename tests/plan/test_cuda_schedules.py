@@ -31,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "grouped": {"kv_heads": 4, "window": (None, 0)},
     "many": {"batch": 32},
+    "short": {"q_len": 512, "kv_len": 512},
     "long": {"q_len": 8192, "kv_len": 8192},
     "longer": {"q_len": 32768, "kv_len": 32768},
     "segments": {"terms": ("query_segments", "key_value_segments")},
@@ -183,6 +184,10 @@ BACKWARD: Flags = {
     "kLastStores": (
         *(True, ["deterministic", "64 causal deterministic", "long causal deterministic"]),
         *(False, ["128", "256 deterministic", "80 deterministic", "long deterministic"]),
+    ),
+    "kDeterministic": (
+        *(True, ["deterministic", "short many", "64 causal short many", "256 causal short many"]),
+        *(False, ["128", "short", "80 short", "short many grouped", "short many segments"]),
     ),
     "kSharesUnits": (True, ["float32 highest"], False, ["128", "float32 highest causal"]),
     "kTurnsLeft": (True, ["segments", "blocks deterministic"], False, ["128", "blocks"]),

@@ -16,7 +16,7 @@ from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.folding import LENGTHS
 from jax_flash._gpu.plan import Number, Plan
-from jax_flash._gpu.sm90.backward import choose_backward
+from jax_flash._gpu.sm90.backward import choose_backward, takes_turns
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
@@ -121,12 +121,14 @@ class Sm90(Family):
     ) -> Plan:
         problem = call.problem
         if "dout" in call.operands:
+            if tiling is None and takes_turns(problem, shapes, gpu):
+                problem = dataclasses.replace(problem, deterministic=True)
             tiling = tiling or choose_backward(problem, shapes, gpu)
             if "dbias" not in call.results:
                 tiling = tiling.without_dbias
             if tiling.stores_dq:  # nothing is added in an order
                 problem = dataclasses.replace(problem, deterministic=False)
-                call = dataclasses.replace(call, problem=problem)
+            call = dataclasses.replace(call, problem=problem)
             constants = _constants(tiling, problem, shapes) | {
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,

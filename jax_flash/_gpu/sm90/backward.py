@@ -56,6 +56,28 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     return tiling
 
 
+def takes_turns(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether units of a plain call that asks for no order add to dq in turns all the same.
+
+    The first one stores then, and mostly the last one makes dq of the sum: in short walks turns
+    take less than sums that are zeroed, added to and read.
+    """
+    asked = _Backward(problem, shapes, gpu)
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    if not all(isinstance(size, int) for size in sizes) or shapes.q_len != shapes.kv_len:
+        return False
+    if not (is_bare(problem) and asked.is_plain_window and asked.tma_loads):
+        return False
+    if problem.split or is_highest(problem):
+        return False
+    widths = [boxes(dim) for dim in (shapes.head_dim, shapes.value_dim)]
+    if group_size(shapes) > 1 or widths[0] != widths[1]:
+        return False
+    longest, rounds = _TURNS[problem.window[1] is not None].get(widths[0], (0, 0))
+    many = asked._units(1) >= rounds * multiprocessors(gpu)
+    return _TURNS_SHORTEST <= shapes.q_len <= longest and many
+
+
 def _tiling(asked: _Backward) -> BackwardTiling:
     """Chooses the tiling of another problem than float32 at highest precision."""
     if asked.stores_dq:
@@ -464,6 +486,12 @@ class _Backward:
 
 _RISING_LONGEST = 16384
 _LAST_STORES_LONGEST = 4096  # keys, full attention
+# Plain calls that take turns unasked: full or causal, by the boxes of 64 columns of a head, up to
+# how many queries, and from how many rounds of units of 128 keys: what was measured.
+_TURNS = {False: {1: (512, 15), 2: (512, 15), 4: (1024, 7)}} | {
+    True: {1: (1024, 15), 2: (1024, 15), 4: (2048, 7)}
+}
+_TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
