@@ -90,7 +90,7 @@ class Job:
     def step(self) -> Any:
         return step_of(self.call, self.attend, self.of)
 
-    def compile(self, kind: str, options: Mapping[str, Any] | None = None) -> Compiled:
+    def compile(self, kind: str, options: dict[str, str | bool] | None = None) -> Compiled:
         if kind == "single":
             return self.step.lower(structs(self.call)).compile(options)
         return compile_several(self.call, self.step, self.of, options)
@@ -189,7 +189,7 @@ def step_of(call: Drawn, attend: Any, of: Pass) -> Any:
 
 
 def compile_several(
-    call: Drawn, step: Any, of: Pass, options: Mapping[str, Any] | None = None
+    call: Drawn, step: Any, of: Pass, options: dict[str, str | bool] | None = None
 ) -> Compiled:
     """Compiles as many attentions as a program has, each of what the one before returned.
 

@@ -85,8 +85,7 @@ __device__ __forceinline__ int group_size(const Params& p) {
 // units of a block of keys add to float32 sums of dk and dv, of which flash_backward_finish makes
 // the results.
 inline constexpr bool kSharesKeys = kUnitHeads > 0;
-static_assert(!kSharesKeys || (!kHalves && !kDbiasByRows &&
-                               !kDbiasByHeads && kWholePieces));
+static_assert(!kSharesKeys || (!kHalves && !kDbiasByRows && !kDbiasByHeads && kWholePieces));
 template <class Params>
 __device__ __forceinline__ int unit_heads(const Params& p) {
   return kSharesKeys ? kUnitHeads : group_size(p);
