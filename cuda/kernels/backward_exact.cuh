@@ -188,10 +188,11 @@ __device__ __forceinline__ void exact_gradients(const Params& p, const ExactRows
 
 // The main kernel leaves a mark for every 16 rows of dk and of dv, the rows of one warp.
 inline constexpr int kMarkedRows = exact::kRows;
-// Pairs of marks of a key/value head: with kCompact there is none past the last key.
+// Pairs of marks of a key/value head: with kCompact there is none past the last key, but where
+// there are no marks at all and finish_keys counts groups by whole blocks.
 template <class Params>
 __device__ __forceinline__ int marked_rows(const Params& p) {
-  if constexpr (kCompact) return ceil_div(p.kv_len, kMarkedRows);
+  if constexpr (kCompact && !kSharesKeys) return ceil_div(p.kv_len, kMarkedRows);
   return key_blocks(p) * (kKeys / kMarkedRows);
 }
 template <class Params>

@@ -41,7 +41,12 @@ struct FinishTile<Float32> {
     *reinterpret_cast<float2*>(elements + row * kPitch + column) = float2{low, high};
   }
   __device__ __forceinline__ void store(int row, int column, float* to, int to_column) const {
-    store_piece<kHeadDim>(to, to_column, load_piece<kPitch>(elements + row * kPitch, column));
+    const Eight piece = load_piece<kPitch>(elements + row * kPitch, column);
+    if constexpr (kWholePieces) {  // dk's and dv's too, which may be wider than dq
+      store_piece<8>(to + to_column, 0, piece);
+    } else {
+      store_piece<kHeadDim>(to, to_column, piece);
+    }
   }
 };
 

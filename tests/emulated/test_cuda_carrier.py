@@ -79,6 +79,8 @@ SHARED = (
     ("shares", True, C("wide, lengths", T=200, S=64, N=1, H=208, kv_lengths=(50,))),
     ("unit_heads", 1, C("wide units", T=130, S=70, N=4, K=1, H=224, Hv=192)),
     ("unit_heads", 1, C("units", T=130, S=70, N=4, K=1, causal=True)),
+    ("unit_heads", 1, C("wider values", T=70, S=100, N=4, K=1, H=32, Hv=64)),
+    ("shares", True, C("wider values, few rows", T=70, S=20, N=1, H=16, Hv=200)),
 )
 
 
@@ -89,6 +91,18 @@ def test_units_that_add_to_the_same_keys(field: str, value: int, case: Case, emu
     compare_copies(arguments, emulator.run(AsIfLong(arguments, field, value)))
     small = scaled(arguments, key=1e-12)
     check_rest(small, lambda arguments: emulator.run(AsIfLong(arguments, field, value)))
+
+
+def test_poison_beside_units_of_few_rows(emulator: Emulator):
+    """Keys that do not see a query which is not finite have the right dk and dv."""
+    sizes = {"T": 130, "S": 70, "N": 2, "K": 1, "H": 16, "Hv": 200, "batch": (2,)}
+    arguments = C("past", **sizes, causal=True).draw()
+    truth = arguments.truth()
+    arguments.arrays["query"][:, 20, 1] = np.nan
+    got = emulator.run(AsIfLong(arguments, "unit_heads", 1))
+    for name, want in (("dkey", truth.dk), ("dvalue", truth.dv)):
+        assert np.isnan(got[name][:, :21]).all()
+        assert np.abs(got[name][:, 21:] - want[:, 21:]).max() < 2e-2
 
 
 SINCE_AMPERE = (
