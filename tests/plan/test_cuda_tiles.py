@@ -51,6 +51,13 @@ def test_forward_tilings_fit_the_gpu(head_dim, value_dim, window):
     assert 128 * (producer + tiling.consumers * consumer) <= 65536
 
 
+def test_queries_are_held_where_registers_are_left():
+    shapes = dataclasses.replace(replace_dims(128, 128), q_len=1024, kv_len=1024)
+    for scale in (0.125, -0.125):
+        problem = dataclasses.replace(PLAIN, window=(None, 0), scale=scale)
+        assert plan("forward", problem, shapes).tiling.holds_queries == (scale > 0)
+
+
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("value_dim", DIMS)
 @pytest.mark.parametrize("softcap", [None, 30.0])
