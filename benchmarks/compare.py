@@ -7,6 +7,8 @@
     python benchmarks/compare.py --errors          # of this version's backends
     python benchmarks/compare.py --code main .     # revisions or checkouts; needs no GPU
     python benchmarks/compare.py --code main . --only "128"    # cells whose name matches
+    python benchmarks/compare.py --export DIR --cases FILE.py old=../main new=.   # needs no GPU
+    python benchmarks/compare.py --exported DIR --only "causal"
 
 A process for each folder; all compile at once, then they take turns, forth and back, so that a
 clock that drifts hits all alike. Prints the TFLOP/s of each, its ratio to the first, and those of
@@ -18,6 +20,10 @@ each folder's over them. Without a folder by dtype, scale and backend, beside ja
 backward, B 1, T 1024, 4 heads of 64: the norm of the error over the norm of the result.
 
 --code: whether the kernels' machine code changed, by cell and entry point (common/machine_code.py).
+
+--export, --exported: one process times programs of checkouts, which were exported without a GPU
+(common/exported.py). FILE.py has a function `cases(jax_flash)` that yields names, functions to jit
+and their arrays' jax.ShapeDtypeStruct. Short calls: several of them in one function.
 """
 
 import argparse
@@ -51,7 +57,15 @@ DEVIATIONS = (1.0, 4.0)
 def main() -> None:
     """Prints one table, or answers as one of the processes."""
     options = parse()
-    if options.answer == "times":
+    if options.exported:
+        from common import exported
+
+        exported.measure(options.exported, options.only)
+    elif options.export:
+        from common import exported
+
+        exported.export(options.folder, options.cases, options.export, options.platform)
+    elif options.answer == "times":
         answer()
     elif options.answer:
         answer_errors(options)
@@ -84,10 +98,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of one turn")
     parser.add_argument("--errors", action="store_true", help="instead of times")
     parser.add_argument("--code", action="store_true", help="of two revisions or checkouts")
-    parser.add_argument("--only", default="", help="regular expression: these cells of --code")
+    parser.add_argument("--export", type=Path, help="exports the programs of checkouts to here")
+    parser.add_argument("--exported", type=Path, help="times what --export wrote")
+    parser.add_argument("--cases", type=Path, help="of --export: a file with these")
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda", help="of --export")
+    parser.add_argument("--only", default="", help="regular expression: cells of --code, cases")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], help="of errors")
     parser.add_argument("--answer", choices=("times", "cudnn", "cuda"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.exported or options.export:
+        if options.export and not (options.cases and options.folder):
+            parser.error("name --cases FILE.py and the checkouts")
+        return options
     if not options.folder and not options.answer and not options.errors and not options.code:
         parser.error("name the folders of the versions to compare")
     if options.head_dim is None:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -296,3 +297,39 @@ def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
         assert slow.sent(cell, devices) == sent
     both = ring_model.Model(1e9, 1e9, 1.0).seconds(cell, 2)
     assert both > max(fast.seconds(cell, 2), slow.seconds(cell, 2))
+
+
+def test_exported_programs_of_checkouts_run_in_one_process(tmp_path: Path):
+    """Also their kernels' text: each checkout's includes are of its own name."""
+    cases = tmp_path / "some.py"
+    cases.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def cases(jax_flash):\n"
+        "    x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)\n"
+        "    for causal in (False, True):\n"
+        "        def call(q, k, v, causal=causal):\n"
+        "            return jax_flash.flash_attention(q, k, v, is_causal=causal)\n"
+        "        yield ('causal' if causal else 'full'), call, (x, x, x)\n"
+    )
+    folder = str(Path(jax_flash.__file__).parents[1])
+    command = [sys.executable, FOLDER / "compare.py", f"old={folder}", f"new={folder}"]
+    command += ["--cases", cases, "--export"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_FLASH_CACHE_DIR": str(tmp_path / "k")}
+    run = functools.partial(
+        subprocess.run, capture_output=True, text=True, check=True, env=environment
+    )
+    said = run([*command, tmp_path / "cuda"]).stdout.splitlines()
+    assert said == ["old: 2 cases, 4 programs of kernels", "new: 2 cases, 4 programs of kernels"]
+    record = json.loads((tmp_path / "cuda" / "new.json").read_text())
+    included = {
+        x for text in record["sources"].values() for x in re.findall('#include "(.*)"', text)
+    }
+    included |= {x for _, header, _ in record["programs"] for x in re.findall('e "(.*)"', header)}
+    assert included | {source for source, _, _ in record["programs"]} <= record["sources"].keys()
+    run([*command, tmp_path / "cpu", "--platform", "cpu"])
+    timed = run(
+        [sys.executable, FOLDER / "compare.py", "--exported", tmp_path / "cpu", "--only", "c"]
+    )
+    (line,) = timed.stdout.splitlines()[1:]
+    assert line.split()[0] == "causal"
+    assert line.split()[-1] == "0.0e+00"
