@@ -124,12 +124,6 @@ class LatentTiling:
         return tiles + told + barriers + 16 + incoming + parked
 
     @property
-    def merge_shared_bytes(self) -> int:
-        """The second kernel's: what each thread has under way, factors and exponents, sums."""
-        of_rows = _MOST_PARTS * (4 * (self.head_rows + 4) + self.head_rows)
-        return self.merge_threads * (256 + 32) + of_rows
-
-    @property
     def rings(self) -> bool:
         """Packed rows come to a ring of each warp, for which few query rows leave place."""
         return self.latent_rows and self.query_rows < self.head_rows
@@ -209,15 +203,11 @@ def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.query_rows)
     text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
     field = Field("TensorMap", "query_rows", rows, text)
-    sums = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
-    rows_of_sums = Field("float*", "partial_rows", sums, "[ctas, 2, share rows, 4]: LeftRow")
-    units = Scratch("s32", (tiling.parts * tiling.shares, 2, 8))
-    left = Field("int*", "left_units", units, "[ctas, 2]: LeftUnit")
+    left = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
+    rows_of_sums = Field("float*", "partial_rows", left, "[ctas, 2, share rows, 4]: LeftRow")
     fields = (rows_of_sums if x.name == "partial_rows" else x for x in launch.params.fields)
-    struct = Struct(launch.params.name, (*fields, field, left))
-    main, merge = launch.steps
-    merge = dataclasses.replace(merge, shared_bytes=tiling.merge_shared_bytes)
-    return dataclasses.replace(launch, params=struct, steps=(main, merge))
+    struct = Struct(launch.params.name, (*fields, field))
+    return dataclasses.replace(launch, params=struct)
 
 
 def _query_rows(shapes: Shapes) -> int:
