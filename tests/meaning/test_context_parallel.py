@@ -199,7 +199,8 @@ def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias,
 
         return jax.grad(loss, has_aux=True)(arrays)
 
-    one = functools.partial(gradients, jax_flash.flash_attention)
+    attend = functools.partial(jax_flash.flash_attention, backend=ring_backend)
+    one = functools.partial(gradients, attend)
     truth, alone = jax.jit(one)(wide), jax.jit(one)(arrays)
     with jax.set_mesh(mesh_with(seq=SHARDS)):
         ring = functools.partial(attention, axis_name="seq", strategy="ring", backend=ring_backend)
