@@ -187,7 +187,7 @@ BACKWARD: Flags = {
     ),
     "kDeterministic": (
         *(True, ["deterministic", "short many", "64 causal short many", "256 causal short many"]),
-        *(False, ["128", "short", "80 short", "short many grouped", "short many segments"]),
+        *(False, ["128", "short", "80 short many", "short many grouped", "short many segments"]),
     ),
     "kSharesUnits": (True, ["float32 highest"], False, ["128", "float32 highest causal"]),
     "kTurnsLeft": (True, ["segments", "blocks deterministic"], False, ["128", "blocks"]),

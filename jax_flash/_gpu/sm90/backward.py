@@ -70,10 +70,9 @@ def takes_turns(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> bool:
         return False
     if problem.split or is_highest(problem):
         return False
-    widths = [boxes(dim) for dim in (shapes.head_dim, shapes.value_dim)]
-    if group_size(shapes) > 1 or widths[0] != widths[1]:
+    if group_size(shapes) > 1 or shapes.head_dim != shapes.value_dim:
         return False
-    longest, rounds = _TURNS[problem.window[1] is not None].get(widths[0], (0, 0))
+    longest, rounds = _TURNS[problem.window[1] is not None].get(shapes.head_dim, (0, 0))
     many = asked._units(1) >= rounds * multiprocessors(gpu)
     return _TURNS_SHORTEST <= shapes.q_len <= longest and many
 
@@ -486,10 +485,11 @@ class _Backward:
 
 _RISING_LONGEST = 16384
 _LAST_STORES_LONGEST = 4096  # keys, full attention
-# Plain calls that take turns unasked: full or causal, by the boxes of 64 columns of a head, up to
-# how many queries, and from how many rounds of units of 128 keys: what was measured.
-_TURNS = {False: {1: (512, 15), 2: (512, 15), 4: (1024, 7)}} | {
-    True: {1: (1024, 15), 2: (1024, 15), 4: (2048, 7)}
+# Plain calls that take turns unasked: full or causal, by head dim, up to how many queries, and
+# from how many rounds of units of 128 keys: what was measured.
+_TURNS = {
+    False: {64: (512, 15), 128: (512, 15), 256: (1024, 7)},
+    True: {64: (1024, 15), 128: (1024, 15), 256: (2048, 7)},
 }
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
