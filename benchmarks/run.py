@@ -2,6 +2,7 @@
 
     python benchmarks/run.py            # every cell of shapes.py, forward and training
     python benchmarks/run.py --grouped  # grouped heads, as nearly every model has them
+    python benchmarks/run.py --others   # documents, windows, other head dims
 
 Shapes of a user's: `python -m jax_flash --shape`.
 
@@ -35,8 +36,9 @@ def main() -> None:
     scale = (options.tokens, options.model_dim, tuple(options.lengths))
     main_cells = shapes.main_cells(*scale)
     cells = main_cells + shapes.feature_cells(*scale)
-    if options.grouped:
-        cells, main_cells = shapes.grouped_cells(), []
+    if options.grouped or options.others:
+        cells = [*shapes.grouped_cells() * options.grouped, *shapes.other_cells() * options.others]
+        main_cells = []
     flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
     ceiling = [runs.measure_product()]
     records = []
@@ -67,6 +69,8 @@ def parse() -> argparse.Namespace:
     )
     names = [peer.name for peer in peers.all_peers()]
     parser.add_argument("--grouped", action="store_true", help="grouped heads alone")
+    text = "documents, windows and other head dims alone"
+    parser.add_argument("--others", action="store_true", help=text)
     machine.add_peers(parser, names, names)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
     parser.add_argument("--lengths", nargs="+", type=int, default=shapes.LENGTHS)
@@ -85,9 +89,10 @@ def draw_inputs(size: int) -> np.ndarray:
 
 
 def inputs_of(cell: Cell, flat: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns q, k, v, dout `[B, T, N, H]`."""
+    """Returns q, k, v, dout `[B, T, N, H]`, of v and dout its own H."""
     heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
-    found = [(cell.batch, cell.length, n, cell.head_dim) for n in heads]
+    dims = (cell.head_dim, cell.head_dim, cell.columns, cell.columns)
+    found = [(cell.batch, cell.length, n, dim) for n, dim in zip(heads, dims, strict=True)]
     return tuple(
         values[: math.prod(shape)].reshape(shape) for values, shape in zip(flat, found, strict=True)
     )

@@ -48,10 +48,11 @@ def errors(cell: Cell, inputs: tuple[Any, ...], results: tuple[Any, ...]) -> dic
 @functools.cache
 def prepare(cell: Cell) -> Callable[..., Any]:
     """Compiles the float64 attention of a cell's first group of heads; may run on any thread."""
-    queries = (cell.length, cell.heads // cell.kv_heads, cell.head_dim)
-    keys = (cell.length, cell.head_dim)
+    queries = (cell.length, cell.heads // cell.kv_heads)
+    shapes = [(*queries, cell.head_dim), (cell.length, cell.head_dim)]
+    shapes += [(cell.length, cell.columns), (*queries, cell.columns)]
     with jax.enable_x64(True):
-        arguments = [jax.ShapeDtypeStruct(x, np.float64) for x in (queries, keys, keys, queries)]
+        arguments = [jax.ShapeDtypeStruct(x, np.float64) for x in shapes]
         return jax.jit(functools.partial(_attention, cell)).lower(*arguments).compile()
 
 
@@ -71,7 +72,8 @@ def _attention(cell: Cell, q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array
         if cell.window is not None:
             seen &= keys >= positions[:, None] - cell.window
         if cell.segment is not None:
-            seen &= keys // cell.segment == positions[:, None] // cell.segment
+            ids = jnp.asarray(cell.ids)
+            seen &= ids == ids[positions][:, None]
 
         def head(q_head: Any, dout_head: Any) -> Any:
             scores = jnp.where(seen, scale * q_head @ k.T, -jnp.inf)
@@ -91,7 +93,7 @@ def _attention(cell: Cell, q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array
 
     start = jnp.zeros_like(k), jnp.zeros_like(v)
     (dk, dv), (out, dq) = jax.lax.scan(step, start, (split(q), split(dout), split(keys)))
-    return out.reshape(q.shape), dq.reshape(q.shape), dk, dv
+    return out.reshape(dout.shape), dq.reshape(q.shape), dk, dv
 
 
 LIMIT = 4.0  # times the error of plain attention in the same precision

@@ -76,9 +76,10 @@ def all_peers() -> list[Peer]:
 def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> Peer:
     def compile_call(cell: Cell, of: Pass) -> Program:
         heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+        dims = (cell.head_dim, cell.head_dim, cell.columns, cell.columns)
         operands = {
-            name: jax.ShapeDtypeStruct((cell.batch, cell.length, n, cell.head_dim), jnp.bfloat16)
-            for name, n in zip(ARRAYS, heads, strict=True)
+            name: jax.ShapeDtypeStruct((cell.batch, cell.length, n, dim), jnp.bfloat16)
+            for name, n, dim in zip(ARRAYS, heads, dims, strict=True)
         }
         program = compile_jax(
             lambda given: attend(cell, given["q"], given["k"], given["v"]),
@@ -164,9 +165,7 @@ def attend_flash(
     """Returns our attention of a cell; `terms` are options of flash_attention beside its own."""
     segments = None
     if cell.segment is not None:
-        segments = jnp.broadcast_to(
-            jnp.arange(cell.length, dtype=jnp.int32) // cell.segment, (cell.batch, cell.length)
-        )
+        segments = jnp.broadcast_to(cell.ids, (cell.batch, cell.length))
     own: dict[str, Any] = {
         "is_causal": cell.causal,
         "local_window_size": None if cell.window is None else (cell.window, 0),
@@ -214,8 +213,8 @@ def _attend_fa3(cell: Cell, q: Any, k: Any, v: Any) -> Any:
     packed call.
     """
     fa3 = importlib.import_module("dew_flash_attn")
-    if cell.head_dim > 256:
-        raise NotImplementedError("head dims up to 256")
+    if cell.head_dim > 256 or cell.columns != cell.head_dim:
+        raise NotImplementedError("head dims up to 256, values of the same")
     options = {
         "is_causal": cell.causal,
         "window_size": (-1, -1) if cell.window is None else (cell.window, 0),
@@ -223,9 +222,11 @@ def _attend_fa3(cell: Cell, q: Any, k: Any, v: Any) -> Any:
     if cell.segment is None:
         return fa3.flash_mha(q, k, v, **options)
     tokens = cell.batch * cell.length
-    starts = jnp.arange(0, tokens + 1, cell.segment, dtype=jnp.int32)
+    rows = cell.length * np.arange(cell.batch, dtype=np.int32)[:, None]
+    starts = np.append((rows + cell.starts[:-1]).reshape(-1), np.int32(tokens))
+    longest = int(np.diff(cell.starts).max())
     packed = (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v))
-    return fa3.flash_mha_varlen(*packed, starts, cell.segment, **options).reshape(q.shape)
+    return fa3.flash_mha_varlen(*packed, starts, longest, **options).reshape(q.shape)
 
 
 def _attend_fa3_128(cell: Cell, q: Any, k: Any, v: Any) -> Any:

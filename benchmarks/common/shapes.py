@@ -6,8 +6,11 @@ a batch and a length with one feature each.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from .score_functions import UNNAMED
 
@@ -33,28 +36,53 @@ class Cell:
     causal: bool
     window: int | None = None  # keys visible to the left of a query's own position; causal
     segment: int | None = None  # length of the packed documents
+    shortest: int | None = None  # documents of lengths from this to `segment`, log-uniform
+    value_dim: int | None = None  # if it is not head_dim
 
     @property
     def name(self) -> str:
+        dims = f"d{self.head_dim}" + f"/{self.value_dim}" * (self.value_dim is not None)
         kind = "causal" if self.causal else "full"
         if self.window is not None:
             kind += f" window {self.window}"
         if self.segment is not None:
-            kind += f" segments {self.segment}"
+            kind += f" segments {self.shortest or ''}{' to ' * bool(self.shortest)}{self.segment}"
         if self.kv_heads != self.heads or self.heads * self.head_dim != MODEL_DIM:
             kind += f" heads {self.heads}/{self.kv_heads}"
-        return f"d{self.head_dim} {kind} T{self.length}"
+        return f"{dims} {kind} T{self.length}"
+
+    @property
+    def columns(self) -> int:
+        """Head dim of values and results."""
+        return self.value_dim or self.head_dim
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """Where the documents of a row begin, and its end."""
+        longest = self.segment or self.length
+        if self.shortest is None:
+            return np.append(np.arange(0, self.length, longest), self.length).astype(np.int32)
+        draw = np.random.default_rng(0).uniform
+        found = [0]
+        while found[-1] < self.length:
+            length = int(np.exp(draw(np.log(self.shortest), np.log(longest))))
+            found.append(min(found[-1] + length, self.length))
+        return np.asarray(found, np.int32)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The document of each position of a row."""
+        return np.repeat(np.arange(len(self.starts) - 1, dtype=np.int32), np.diff(self.starts))
 
     @property
     def pairs(self) -> float:
         """Pairs of a query and a key it sees, by head and sequence; causal counts T²/2."""
-        length, copies = self.length, 1
-        if self.segment is not None:
-            length, copies = self.segment, self.length // self.segment
-        if self.window is not None and self.window < length:
+        lengths = np.diff(self.starts).astype(float)
+        if self.window is not None:
             # Every query sees window + 1 keys, less the triangle that the start cuts off.
-            return copies * (length * (self.window + 1) - self.window * (self.window + 1) / 2)
-        return copies * length * length * (0.5 if self.causal else 1.0)
+            seen = np.minimum(lengths, self.window + 1)
+            return float(np.sum(lengths * seen - seen * (seen - 1) / 2))
+        return float(np.sum(lengths**2)) * (0.5 if self.causal else 1.0)
 
     @property
     def block_pairs(self) -> int:
@@ -72,12 +100,14 @@ class Cell:
     @property
     def plain(self) -> "Cell":
         """The same cell without window and segments."""
-        return dataclasses.replace(self, window=None, segment=None)
+        return dataclasses.replace(self, window=None, segment=None, shortest=None)
 
     def flops(self, of: Pass) -> float:
         """Floating-point operations: two products forward, five more backward."""
-        products = 2 if of == "forward" else 7
-        return 2 * products * self.batch * self.heads * self.head_dim * self.pairs
+        columns = self.head_dim + self.columns
+        if of == "training":
+            columns += 3 * self.head_dim + 2 * self.columns
+        return 2 * columns * self.batch * self.heads * self.pairs
 
 
 def main_cells(
@@ -142,6 +172,31 @@ def grouped_cells(head_dims: Sequence[int] = (64, 128)) -> list[Cell]:
         for causal in (True, False)
         for heads, kv_heads in GROUPS
         for length, batch in GROUPED_LENGTHS
+    ]
+
+
+# Documents of a row, windows beside T, other head dims.
+DOCUMENTS = (512, 1024, 2048, 8192)
+DOCUMENTS_LENGTH = 32768
+WINDOWS = ((4096, 512), (4096, 1024), (16384, 512), (16384, 1024), (16384, 4096))
+OTHER_DIMS = ((72, None), (80, None), (96, None), (100, None), (160, None), (192, None), (192, 128))
+
+
+def other_cells() -> list[Cell]:
+    """Lists cells of documents, of windows and of other head dims: of about model dim 2048."""
+
+    def cell(length: int, tokens: int, head_dim: int, causal: bool, **others: Any) -> Cell:
+        heads = MODEL_DIM // head_dim
+        return Cell(tokens // length, length, heads, heads, head_dim, causal, **others)
+
+    either = (True, False)
+    documents = [{"segment": n} for n in DOCUMENTS] + [{"segment": 8192, "shortest": 64}]
+    length = DOCUMENTS_LENGTH
+    dims = HEAD_DIMS[:2]
+    return [
+        *(cell(length, length, d, c, **x) for d in dims for c in either for x in documents),
+        *(cell(t, TOKENS, d, True, window=window) for d in dims for t, window in WINDOWS),
+        *(cell(4096, TOKENS, d, c, value_dim=v) for d, v in OTHER_DIMS for c in either),
     ]
 
 
