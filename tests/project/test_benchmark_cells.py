@@ -25,7 +25,7 @@ def visible(cell: Cell) -> np.ndarray:
     if cell.window is not None:
         seen &= keys >= queries - cell.window
     if cell.segment is not None:
-        seen &= keys // cell.segment == queries // cell.segment
+        seen &= cell.ids == cell.ids[:, None]
     return seen
 
 
@@ -38,6 +38,16 @@ def test_main_cells_are_the_papers():
     assert len({cell.name for cell in cells + shapes.feature_cells()}) == 36 + 7
 
 
+def test_other_cells_are_of_one_size():
+    for cell in shapes.other_cells():
+        assert 1900 < cell.heads * cell.head_dim <= 2048
+        assert cell.batch * cell.length == (16384 if cell.segment is None else 32768)
+    lengths = np.diff(shapes.Cell(1, 512, 1, 1, 64, False, segment=128, shortest=8).starts)
+    assert lengths.sum() == 512
+    assert len({*lengths}) > 4
+    assert max(lengths) <= 128
+
+
 @pytest.mark.parametrize("cell", shapes.feature_cells(128, 256, (128,)), ids=lambda cell: cell.name)
 def test_operations_are_those_of_visible_pairs(cell: Cell):
     pairs = np.count_nonzero(visible(cell))
@@ -47,11 +57,17 @@ def test_operations_are_those_of_visible_pairs(cell: Cell):
     assert cell.flops("training") == 3.5 * cell.flops("forward")
 
 
-@pytest.mark.parametrize("cell", shapes.feature_cells(64, 256, (64,))[:3], ids=lambda c: c.name)
+APART = Cell(1, 64, 2, 2, 24, True, segment=32, shortest=4, value_dim=16)
+
+
+@pytest.mark.parametrize(
+    "cell", [*shapes.feature_cells(64, 256, (64,))[:3], APART], ids=lambda c: c.name
+)
 def test_errors_are_against_exact_attention(cell: Cell):
     rng = np.random.default_rng(0)
-    shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
-    q, k, v, dout = rng.standard_normal((4, *shape))
+    shape = (cell.batch, cell.length, cell.heads)
+    q, k = rng.standard_normal((2, *shape, cell.head_dim))
+    v, dout = rng.standard_normal((2, *shape, cell.columns))
     out = attention(q, k, v, mask=visible(cell)).out
     found = exact.errors(cell, (q, k, v, dout), (out,))
     assert found["out"] < 1e-12
