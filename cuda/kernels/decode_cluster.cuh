@@ -40,8 +40,9 @@ struct Together {
                    kCluster * (runs() * kRun * sizeof(float4) + rows * sizeof(float2)));
   }
 
-  // All threads of kWarps * 32 call, after all have left what they found.
-  __device__ __forceinline__ void write(const Unit& unit, const Found& found, int thread) const {
+  // All threads of kWarps * 32 call, after all have left what they found. `factor`: of the sums.
+  __device__ __forceinline__ void write(const Unit& unit, const Found& found, float factor,
+                                        int thread) const {
     for (int i = thread; i < rows * kCluster; i += kWarps * 32) {
       const int row = i / kCluster;
       const float base = largest_base(found, row);
@@ -65,6 +66,10 @@ struct Together {
         sum.y = fmaf(x.y, weight, sum.y);
         sum.z = fmaf(x.z, weight, sum.z);
         sum.w = fmaf(x.w, weight, sum.w);
+      }
+      if constexpr (kQuantized) {
+        const float of_row = Attend::factor_of_row(base, factor);
+        sum = make_float4(sum.x * of_row, sum.y * of_row, sum.z * of_row, sum.w * of_row);
       }
       send(&gathered.values[share.part][run / kCluster * kRun + i % kRun], sum, run % kCluster);
     }

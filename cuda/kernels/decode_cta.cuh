@@ -26,6 +26,7 @@
 //   bool kPaged               there is a page table
 //   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
 //   bool kAppends             there are new keys and values
+//   int kNewTokens            of a batch row, whose rows are prepared (decode_new_rows.cuh); else 0
 //   bool kRotates             queries and new keys are rotated here
 //   int kMergeThreads         threads of flash_decode_merge
 //   bool kOverlaps            flash_decode_merge starts before flash_decode ends (sm_90)
@@ -43,6 +44,7 @@
 namespace decode {
 
 inline constexpr int kThreads = 32 * (kWarps + 1);
+inline constexpr int kBegin = 15;  // a named barrier
 
 enum class Kind { kPlain, kJoined, kCluster };
 
@@ -90,6 +92,17 @@ struct Consumer {
   OwnShared& shared;
   Ring<kStages> ring{};
   Queries queries;
+  RowScales scales;
+  PreparedRows<kNewTokens> new_rows;
+
+  // What depends on no length, where the batch row is known without: it comes while lengths do.
+  __device__ __forceinline__ void ask_first() {
+    if constexpr (kCluster > 1) {
+      if constexpr (kQuantized) scales = RowScales(p, share.batch, share.kv_head);
+      queries.ask_first(p, share);
+      new_rows.ask(p, share);
+    }
+  }
 
   template <class AnyLine>
   __device__ __forceinline__ void run(const AnyLine& line, int warp) {
@@ -102,8 +115,15 @@ struct Consumer {
                     &shared.exchange,
                     warp % kTeamWarps / kKeyParts,
                     warp % kKeyParts};
-      if constexpr (kQuantized) attend.load_scales();
+      if constexpr (kQuantized) {
+        const int kv_head = share.kv_head + attend.tile / kRowTiles;
+        if constexpr (kCluster == 1) scales = RowScales(p, unit.batch, kv_head);
+        attend.take_scales(scales);
+      }
       queries.load(p, share, unit, ptx::shared_address(shared.queries), shared.exchange);
+      if constexpr (kNewTokens > 0) {
+        new_rows.store(p, share, unit, blocks, scales, shared.exchange);
+      }
       meet();
       attend.start();
       const int team = warp / kTeamWarps;
@@ -126,7 +146,8 @@ struct Consumer {
         attend.leave(shared.found, warp, together.rows);
         ptx::cluster_wait();
         meet();
-        together.write(unit, shared.found, threadIdx.x);
+        const float factor = kQuantized && !kScalesOfPages ? scales.value : 1.0f;
+        together.write(unit, shared.found, factor, threadIdx.x);
       } else {
         attend.leave(shared.sums);
         const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
@@ -181,7 +202,10 @@ struct Consumer {
                              min(unit.length, first_of_part + kPartKeys)};
     if (positions.empty()) return wait();
     const int head = attend.tile / kRowTiles;
-    if (attend.tile % kRowTiles == 0) {
+    if constexpr (kNewTokens > 0) {
+      new_rows.place(p, share, unit, positions, first, keys, values, shared.exchange, wait);
+      Loader::fence_writes();
+    } else if (attend.tile % kRowTiles == 0) {
       write_new(unit, share.kv_head + head, positions, keys, values, first, wait);
       Loader::fence_writes();  // before it writes here again
     } else {
@@ -251,23 +275,20 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
   if (threadIdx.x == 32 * kWarps) Loader::begin(p);
   const Share share(p);
   const OwnLine line(p, share);  // lengths come while barriers are made
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      Loader::init_full(ptx::shared_address(&shared.full[stage]));
-      ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kWarps);
-    }
-    Loader::fence_barriers();
-  }
-  if constexpr (kCluster > 1) {
-    if (threadIdx.x == 32) {
-      Together<Loader>(p, share, shared.gathered).expect();
+  if (warp == kWarps) {
+    // It makes the barriers and waits for nobody: its first load is what all wait for.
+    if (threadIdx.x % 32 == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        Loader::init_full(ptx::shared_address(&shared.full[stage]));
+        ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kWarps);
+      }
+      if constexpr (kCluster > 1) Together<Loader>(p, share, shared.gathered).expect();
       Loader::fence_barriers();
     }
-  }
-  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
-  __syncthreads();
-  if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
-  if (warp == kWarps) {
+    __syncwarp();
+    if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
+    ptx::named_barrier_arrive(kBegin, kThreads);
+    if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
     Loader loader{p,
                   share,
                   ptx::shared_address(shared.stages),
@@ -278,6 +299,10 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
     if constexpr (kCluster > 1) ptx::cluster_wait();
   } else {
     Consumer<Loader, OwnShared> consumer{p, share, shared};
+    consumer.ask_first();
+    if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
+    ptx::named_barrier_sync(kBegin, kThreads);
+    if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
     consumer.run(line, warp);
   }
 }

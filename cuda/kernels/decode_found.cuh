@@ -2,6 +2,7 @@
 // and how warps leave it to be added up.
 #pragma once
 
+#include "decode_new_rows.cuh"
 #include "decode_quantized.cuh"
 #include "decode_schedule.cuh"
 #include "decode_split.cuh"
@@ -37,7 +38,7 @@ struct QueryFactors<true> {
   float query_factor[kShareRows];
 };
 // What warps exchange for every block, with kSplitsColumns: a tile of weights, and maxima.
-struct Exchange : QueryFactors<kQuantized> {
+struct Exchange : QueryFactors<kQuantized>, PreparedOf<kNewTokens> {
   static constexpr int kTile = ceil_div(kBlockKV, kBoxColumns) * kShareRows * kBoxRowBytes;
   unsigned char weights[kSplitsColumns ? kTile : 16];
   float largest[kSplitsColumns ? kWarps : 1][16];
@@ -94,11 +95,15 @@ struct Attended {
         output[fragment::element(j + 1, row, 0)] = third;
       }
     }
-    // A row that saw nothing stays 0, whatever the scale is.
+    if constexpr (kCluster > 1 && !kScalesOfPages) return;  // that of all: Together::write
 #pragma unroll
     for (int i = 0; i < kOwnColumns / 2; ++i) {
-      output[i] *= state.base[fragment::row(i)] == kNoBase ? 0.0f : value_factor;
+      output[i] *= factor_of_row(state.base[fragment::row(i)], value_factor);
     }
+  }
+  // A row that saw nothing stays 0, whatever the scale is.
+  static __device__ __forceinline__ float factor_of_row(float base, float value_factor) {
+    return base == kNoBase ? 0.0f : value_factor;
   }
 
   // Does a score's row see its key? `first`: the position of the block's first.
@@ -112,10 +117,9 @@ struct Attended {
   // ---- scales, with kQuantized ------------------------------------------------------------------
 
   // Before queries are there: the scales come with them.
-  __device__ __forceinline__ void load_scales() {
-    const int kv_head = share.kv_head + tile / kRowTiles;
-    score_factor[0] = score_factor[1] = scale_of_row(p.key_scale, unit.batch, kv_head, 1.0f);
-    value_factor = scale_of_row(p.value_scale, unit.batch, kv_head, kLeastFactor);
+  __device__ __forceinline__ void take_scales(const RowScales& of_row) {
+    score_factor[0] = score_factor[1] = of_row.key;
+    value_factor = of_row.value;
   }
   template <class AnyExchange>
   __device__ __forceinline__ void start_scales(const AnyExchange& exchange) {
@@ -125,8 +129,6 @@ struct Attended {
       score_factor[i] *= exchange.query_factor[row];
     }
   }
-  static constexpr float kLeastFactor = 0x1p-126f;  // whose reciprocal is finite
-
   // Scores of keys as they are stored become those of keys.
   template <class AnyNote>
   __device__ __forceinline__ void scale_scores(float (&scores)[kPartKeys / 2],

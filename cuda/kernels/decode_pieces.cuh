@@ -110,34 +110,33 @@ struct Quotients {
   }
 };
 
-// Eight numbers of 16 bits by a scale, as a cache of eight bits has them: rounded to nearest, ties
-// to even, and saturated.
+// Two numbers of 16 bits by a scale, as a cache of eight bits has them: rounded to nearest, ties to
+// even, and saturated.
+template <class Of>
+__device__ __forceinline__ uint32 quantized_pair(uint32 pair, const Quotients& by) {
+  float low = Of::unpack_low(pair), high = Of::unpack_high(pair);
+  if (by.is_plain) {
+    low = by.of(low);
+    high = by.of(high);
+  } else {
+    low = __fdiv_rn(low, by.scale);
+    high = __fdiv_rn(high, by.scale);
+  }
+  if constexpr (kFloat8) {
+    return ptx::pack_e4m3(low, high);
+  } else {
+    const auto rounded = [](float x) {
+      const int whole = static_cast<int>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
+      return static_cast<uint32>(x == x ? whole : 0) & 0xffu;
+    };
+    return rounded(low) | rounded(high) << 8;
+  }
+}
 template <class Of>
 __device__ __forceinline__ uint2 quantized(const uint4& piece, float scale) {
   const Quotients by(scale);
-  const uint32 pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-  uint32 packed[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float low = Of::unpack_low(pairs[i]), high = Of::unpack_high(pairs[i]);
-    if (by.is_plain) {
-      low = by.of(low);
-      high = by.of(high);
-    } else {
-      low = __fdiv_rn(low, scale);
-      high = __fdiv_rn(high, scale);
-    }
-    if constexpr (kFloat8) {
-      packed[i] = ptx::pack_e4m3(low, high);
-    } else {
-      const auto rounded = [](float x) {
-        const int whole = static_cast<int>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
-        return static_cast<uint32>(x == x ? whole : 0) & 0xffu;
-      };
-      packed[i] = rounded(low) | rounded(high) << 8;
-    }
-  }
-  return make_uint2(packed[0] | packed[1] << 16, packed[2] | packed[3] << 16);
+  return make_uint2(quantized_pair<Of>(piece.x, by) | quantized_pair<Of>(piece.y, by) << 16,
+                    quantized_pair<Of>(piece.z, by) | quantized_pair<Of>(piece.w, by) << 16);
 }
 // A piece of a new key or value as the cache has it.
 template <class AnyPiece>
@@ -163,14 +162,20 @@ struct CachePieces<kDim, true> {
   __device__ __forceinline__ void store(int i, const uint2& piece) const { row[i] = piece; }
 };
 
+// The number of a row of the cache, or -1. Without pages a position is its slot, without division.
+__device__ __forceinline__ int64 row_of(const DecodeParams& p, int batch, int position,
+                                        int kv_head) {
+  const int page = page_of(p, batch, position);
+  if (page < 0) return -1;
+  const int64 first = static_cast<int64>(page) * p.page_size;
+  return (first + (kPaged ? position % p.page_size : position)) * p.kv_heads + kv_head;
+}
 // The place of a row of the cache, see CachePieces, or -1.
 template <int kDim>
 __device__ __forceinline__ int64 place_of(const DecodeParams& p, int batch, int position,
                                           int kv_head) {
-  const int page = page_of(p, batch, position);
-  if (page < 0) return -1;
-  const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
-  return (slot * p.kv_heads + kv_head) * CachePieces<kDim>::kStride;
+  const int64 row = row_of(p, batch, position, kv_head);
+  return row < 0 ? -1 : row * CachePieces<kDim>::kStride;
 }
 
 // The scale of a kv head in a page, or a batch row without pages.
@@ -183,6 +188,15 @@ __device__ __forceinline__ float scale_of_row(const Scales& scales, int batch, i
   if constexpr (!kQuantized || kScalesOfPages) return none;
   return scale_of(scales, kPaged ? 0 : batch, kv_head);
 }
+// The scales of keys and values of a batch row, with kQuantized, for a warp's kv head.
+struct RowScales {
+  static constexpr float kLeast = 0x1p-126f;  // whose reciprocal is finite
+  float key, value;
+  __device__ __forceinline__ RowScales() {}
+  __device__ __forceinline__ RowScales(const DecodeParams& p, int batch, int kv_head)
+      : key(scale_of_row(p.key_scale, batch, kv_head, 1.0f)),
+        value(scale_of_row(p.value_scale, batch, kv_head, kLeast)) {}
+};
 // The scales of new keys or values. That of the batch row is loaded here, which a warp does ahead
 // of its wait for a block.
 struct NewScales {

@@ -75,19 +75,40 @@ struct PlainQueries {
   }
 };
 
+// The exponent of a row of which each of kLanes lanes, side by side, has kCount words.
+template <int kLanes, int kCount>
+__device__ __forceinline__ int exponent_of(const uint32* words) {
+  if constexpr (!kBFloat16) return 0;
+  uint32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    largest = max(largest, max(words[i] & 0x7fffu, words[i] >> 16 & 0x7fffu));
+  }
+  if constexpr (kLanes == 32) return query_exponent(__reduce_max_sync(0xffffffffu, largest));
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+  }
+  return query_exponent(largest);
+}
+template <class Of>
+__device__ __forceinline__ uint32 scaled_pair(uint32 pair, float factor) {
+  if constexpr (!kBFloat16) return pair;
+  return Float16::pack(Of::unpack_low(pair) * factor, Of::unpack_high(pair) * factor);
+}
+
 // Queries as float16, by a power of two of each row, whose inverses are the exchange's factors.
-// Lanes side by side have a row, as many as it has items: what turns it is there once, for several
-// rows (four times it was 5,000 instructions, which a call of 5 us waits for).
+// Lanes side by side have a row, as many as it has chunks.
 template <class Of>
 struct ScaledQueries {
-  static constexpr int kItems = kRotates ? kTurned : kQueryChunks;  // chunks, or pairs that turn
-  static constexpr int kLanes = kItems <= 4 ? 4 : kItems <= 8 ? 8 : kItems <= 16 ? 16 : 32;
-  static constexpr int kOfLane = ceil_div(kItems, kLanes), kOfItem = kRotates ? 2 : 1;
-  static constexpr int kRows = 32 / kLanes;                          // of a warp
-  static constexpr int kAtOnce = kRotates ? 1 : ceil_div(4, kRows);  // whose loads are under way
+  static constexpr int kLanes = kQueryChunks <= 8 ? 8 : kQueryChunks <= 16 ? 16 : 32;
+  static constexpr int kOfLane = ceil_div(kQueryChunks, kLanes);
+  static constexpr int kRows = 32 / kLanes;  // of a warp
+  // Whose loads are under way.
+  static constexpr int kAtOnce = kRows * kWarps >= kShareRows ? 1 : ceil_div(4, kRows);
   static constexpr int kRounds = ceil_div(kShareRows, kAtOnce * kWarps * kRows);
   static_assert(kShareRows % kRows == 0, "whole warps have rows");
-  uint4 pieces[kAtOnce][kOfLane][kOfItem];
+  uint4 pieces[kAtOnce][kOfLane];
 
   // Calls visit(row, its place, its pieces) for this lane's rows.
   template <class Visit>
@@ -103,68 +124,33 @@ struct ScaledQueries {
   }
   __device__ __forceinline__ void ask(const DecodeParams& p, const Share& share, int batch,
                                       int round) {
-    const int lane = threadIdx.x % kLanes;
-    each(p, share, round, [&](int, const Place& place, uint4(&own)[kOfLane][kOfItem]) {
+    each(p, share, round, [&](int, const Place& place, uint4(&own)[kOfLane]) {
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
-        const int item = lane + kLanes * i;
-#pragma unroll
-        for (int j = 0; j < kOfItem; ++j) {
-          const int at = item + j * kItems;
-          own[i][j] = uint4{};
-          if (item < kItems && at * 8 < kHeadDim && place.exists(p)) {
-            own[i][j] = query_of(p, batch, place).load(at);
-          }
+        const int chunk = threadIdx.x % kLanes + kLanes * i;
+        own[i] = uint4{};
+        if (chunk * 8 < kHeadDim && place.exists(p)) {
+          own[i] = query_of(p, batch, place).load(chunk);
         }
       }
     });
   }
   template <class AnyExchange>
-  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share, const Unit& unit,
+  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share, const Unit&,
                                         int round, uint32 tile, AnyExchange& exchange) {
     const int lane = threadIdx.x % kLanes;
-    each(p, share, round, [&](int row, const Place& place, uint4(&own)[kOfLane][kOfItem]) {
-      if constexpr (kRotates) {
-        const int position = unit.length - p.query_len + place.query;
-        if (place.exists(p) && lane < kItems) {
-          rotary::turn<Of>(p.frequencies, lane, position, own[0][0], own[0][1]);
-        }
-        for (int at = lane + 2 * kItems; at < kQueryChunks; at += kLanes) {
-          for (int word = 0; word < 4; ++word) {
-            ptx::store_shared(query_word(tile, row, at, word), 0);
-          }
-        }
-      }
-      int exponent = 0;
-      if constexpr (kBFloat16) {
-        uint32 largest = 0;
-#pragma unroll
-        for (int i = 0; i < kOfLane * kOfItem * 4; ++i) {
-          const uint32 pair = reinterpret_cast<const uint32*>(own)[i];
-          largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
-        }
-#pragma unroll
-        for (int step = kLanes / 2; step > 0; step /= 2) {
-          largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-        }
-        exponent = query_exponent(largest);
-      }
+    each(p, share, round, [&](int row, const Place&, uint4(&own)[kOfLane]) {
+      const int exponent = exponent_of<kLanes, kOfLane * 4>(reinterpret_cast<const uint32*>(own));
       const float factor = ptx::power_of_two(-exponent);
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
-        const int item = lane + kLanes * i;
-        if (item >= kItems) continue;
+        const int chunk = lane + kLanes * i;
+        if (chunk >= kQueryChunks) continue;
+        const uint32 pairs[4] = {own[i].x, own[i].y, own[i].z, own[i].w};
 #pragma unroll
-        for (int j = 0; j < kOfItem; ++j) {
-          const uint32 pairs[4] = {own[i][j].x, own[i][j].y, own[i][j].z, own[i][j].w};
-#pragma unroll
-          for (int word = 0; word < 4; ++word) {
-            uint32 pair = pairs[word];
-            if constexpr (kBFloat16) {
-              pair = Float16::pack(Of::unpack_low(pair) * factor, Of::unpack_high(pair) * factor);
-            }
-            ptx::store_shared(query_word(tile, row, item + j * kItems, word), pair);
-          }
+        for (int word = 0; word < 4; ++word) {
+          ptx::store_shared(query_word(tile, row, chunk, word),
+                            scaled_pair<Of>(pairs[word], factor));
         }
       }
       if (lane == 0) exchange.query_factor[row] = ptx::power_of_two(exponent);
@@ -172,30 +158,127 @@ struct ScaledQueries {
   }
 };
 
-template <bool kScaled>
+// Queries of 16 bits that turn: a warp has a row, a lane two and two features of it. As many lanes
+// as can share the angles: eight of each lane took a call of 5 us 1 us.
+template <class Of>
+struct TurnedQueries {
+  static constexpr int kItems = kHeadDim / 4, kOwn = ceil_div(kItems, 32);
+  static constexpr int kOfWarp = ceil_div(kShareRows, kWarps);       // rows
+  static constexpr int kAtOnce = kOfWarp * kOwn <= 4 ? kOfWarp : 1;  // whose loads are under way
+  static constexpr int kRounds = kOfWarp / kAtOnce;
+  static_assert(kShareRows % kWarps == 0);
+  uint32 words[kAtOnce][kOwn][2];
+
+  static __device__ __forceinline__ int item_of(int i) { return threadIdx.x % 32 + 32 * i; }
+  // Calls visit(row, its place, its words) for this warp's rows.
+  template <class Visit>
+  __device__ __forceinline__ void each(const DecodeParams& p, const Share& share, int round,
+                                       Visit visit) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = (round * kAtOnce + i) * kWarps + ptx::warp_index();
+      visit(row, Place(p, share, row), words[i]);
+    }
+  }
+  __device__ __forceinline__ void ask(const DecodeParams& p, const Share& share, int batch,
+                                      int round) {
+    each(p, share, round, [&](int, const Place& place, uint32(&own)[kOwn][2]) {
+      const bool exists = place.exists(p);
+      const uint32* const from = reinterpret_cast<const uint32*>(query_of(p, batch, place).row);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          own[i][j] = exists && item_of(i) < kItems ? from[item_of(i) + j * kItems] : 0;
+        }
+      }
+    });
+  }
+  template <class AnyExchange>
+  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share, const Unit& unit,
+                                        int round, uint32 tile, AnyExchange& exchange) {
+    each(p, share, round, [&](int row, const Place& place, uint32(&own)[kOwn][2]) {
+      const auto put = [&](int word, uint32 pair) {
+        const uint32 at = kQuantized
+                              ? query_word(tile, row, word / 4, word % 4)
+                              : chunk_address<kShareRows>(tile, row, word / 4) + word % 4 * 4;
+        ptx::store_shared(at, pair);
+      };
+      float factor = 1.0f, inverse = 1.0f;
+      if (place.exists(p)) {  // whole warps
+        const int position = unit.length - p.query_len + place.query;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          if (item_of(i) >= kItems) break;
+          rotary::turn_words<Of, 1>(p.frequencies, 2 * item_of(i), position, &own[i][0],
+                                    &own[i][1]);
+        }
+        if constexpr (kQuantized) {
+          const int exponent = exponent_of<32, kOwn * 2>(&own[0][0]);
+          factor = ptx::power_of_two(-exponent);
+          inverse = ptx::power_of_two(exponent);
+        }
+      }
+      if constexpr (kQuantized) {
+        if (threadIdx.x % 32 == 0) exchange.query_factor[row] = inverse;
+      }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (item_of(i) >= kItems) break;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32 pair = own[i][j];
+          put(item_of(i) + j * kItems, kQuantized ? scaled_pair<Of>(pair, factor) : pair);
+        }
+      }
+      for (int word = 2 * kItems + threadIdx.x % 32; word < kQueryChunks * 4; word += 32) {
+        put(word, 0);
+      }
+    });
+  }
+};
+
+enum class QueryKind { kPlain, kScaled, kTurned };
+template <QueryKind kKind>
 struct QueriesOf {
   using Type = PlainQueries;
 };
 template <>
-struct QueriesOf<true> {
+struct QueriesOf<QueryKind::kScaled> {
   using Type = ScaledQueries<Element>;
 };
+template <>
+struct QueriesOf<QueryKind::kTurned> {
+  using Type = TurnedQueries<Element>;
+};
+inline constexpr QueryKind kQueryKind = kRotates && !kFloat32 ? QueryKind::kTurned
+                                        : kQuantized          ? QueryKind::kScaled
+                                                              : QueryKind::kPlain;
 
 // The queries of a CTA's units, one after the other.
 struct Queries {
-  using Own = QueriesOf<kQuantized>::Type;
-  static constexpr bool kAhead = kAsksAhead && Own::kRounds == 1;
+  using Own = QueriesOf<kQueryKind>::Type;
+  static constexpr bool kInCluster = kCluster > 1;
+  static constexpr bool kAhead = (kAsksAhead || kInCluster) && Own::kRounds == 1;
   Own own;
   int asked = -1;  // batch row
   __device__ __forceinline__ Queries() {}
 
+  // In a cluster, whose batch row is known before its length.
+  __device__ __forceinline__ void ask_first(const DecodeParams& p, const Share& share) {
+    if constexpr (kInCluster && kAhead) {
+      asked = share.batch;
+      own.ask(p, share, asked, 0);
+    }
+  }
+
   __device__ __forceinline__ void load(const DecodeParams& p, const Share& share, const Unit& unit,
                                        uint32 tile, Exchange& exchange) {
     if constexpr (kAhead) {
-      if (asked != unit.batch) own.ask(p, share, unit.batch, 0);
+      if (!kInCluster && asked != unit.batch) own.ask(p, share, unit.batch, 0);
       own.store(p, share, unit, 0, tile, exchange);
       asked = unit.batch + 1;
-      if (asked < p.batch) own.ask(p, share, asked, 0);
+      if (!kInCluster && asked < p.batch) own.ask(p, share, asked, 0);
     } else {
 #pragma unroll 1
       for (int round = 0; round < Own::kRounds; ++round) {

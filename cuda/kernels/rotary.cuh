@@ -32,33 +32,32 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float& sine, float&
   if ((quarter + 1) & 2) cosine = -cosine;
 }
 
-// The angles by which eight features turn, from 8 * piece on, and those H / 2 further on with them.
-__device__ __forceinline__ void angles(const float* frequencies, int piece, int position,
-                                       float (&sines)[8], float (&cosines)[8]) {
+// The angles by which kCount features turn, from `first` on, and those H / 2 further on with them.
+template <int kCount>
+__device__ __forceinline__ void angles(const float* frequencies, int first, int position,
+                                       float (&sines)[kCount], float (&cosines)[kCount]) {
   if (position <= kLargest) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float angle = static_cast<float>(position) * frequencies[8 * piece + i];
+    for (int i = 0; i < kCount; ++i) {
+      const float angle = static_cast<float>(position) * frequencies[first + i];
       sine_and_cosine(angle, sines[i], cosines[i]);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      sincosf(static_cast<float>(position) * frequencies[8 * piece + i], &sines[i], &cosines[i]);
+    for (int i = 0; i < kCount; ++i) {
+      sincosf(static_cast<float>(position) * frequencies[first + i], &sines[i], &cosines[i]);
     }
   }
 }
 
-// Turns them; rounded to the element type.
-template <class Of>
-__device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
-                                     uint4& first, uint4& second) {
-  uint32* low = reinterpret_cast<uint32*>(&first);
-  uint32* high = reinterpret_cast<uint32*>(&second);
-  float sines[8], cosines[8];
-  angles(frequencies, piece, position, sines, cosines);
+// Turns them, two of 16 bits in a word; rounded to the element type.
+template <class Of, int kWords>
+__device__ __forceinline__ void turn_words(const float* frequencies, int first, int position,
+                                           uint32* low, uint32* high) {
+  float sines[2 * kWords], cosines[2 * kWords];
+  angles(frequencies, first, position, sines, cosines);
 #pragma unroll
-  for (int word = 0; word < 4; ++word) {
+  for (int word = 0; word < kWords; ++word) {
     float a[2], b[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -74,9 +73,15 @@ __device__ __forceinline__ void turn(const float* frequencies, int piece, int po
 }
 template <class Of>
 __device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
+                                     uint4& first, uint4& second) {
+  turn_words<Of, 4>(frequencies, 8 * piece, position, reinterpret_cast<uint32*>(&first),
+                    reinterpret_cast<uint32*>(&second));
+}
+template <class Of>
+__device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
                                      Eight& first, Eight& second) {
   float sines[8], cosines[8];
-  angles(frequencies, piece, position, sines, cosines);
+  angles(frequencies, 8 * piece, position, sines, cosines);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float x = first.x[i], y = second.x[i];

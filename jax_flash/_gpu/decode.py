@@ -147,6 +147,7 @@ class DecodeTiling:
     parts_of_number: int = 1  # bfloat16 that a float32 is split into: 2 or 3
     cache_bytes: int = 2  # of a key's or value's element; 1: with scales
     scales_of_pages: bool = False  # pages have their own
+    new_tokens: int = 0  # whose keys and values are prepared beside queries, in a cluster
 
     merge_threads = 128
 
@@ -173,6 +174,8 @@ class DecodeTiling:
         note = 4
         if self.cache_bytes == 1:
             exchange += 4 * self.heads * self.head_rows
+        new_value = 16 if self.values_in_keys else self.value_dim * self.cache_bytes
+        exchange += self.new_tokens * (self.head_dim * self.cache_bytes + new_value)
         if self.scales_of_pages:
             note += 8 * self.heads * (self.block_kv // self.box_rows)
         barriers = -(-(16 + note) * self.stages // 8) * 8
@@ -276,6 +279,7 @@ class DecodeTiling:
             "kPaged": call.paged,
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
+            "kNewTokens": self.new_tokens,
             "kRotates": call.rotary_base is not None,
         }
 
@@ -475,6 +479,7 @@ def make(
         parts_of_number=_parts_of(call.problem),
         cache_bytes=jnp.dtype(call.cache_dtype).itemsize,
         scales_of_pages=shapes.scales_of_pages,
+        new_tokens=_new_tokens(call, shapes, cluster),
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024
@@ -522,6 +527,15 @@ def _teams(call: Any, shapes: Shapes, cluster: int) -> int:
     if cluster == 1 or (call.appends and shapes.value_dim > 128):
         return 1
     return 2
+
+
+def _new_tokens(call: Any, shapes: Shapes, cluster: int) -> int:
+    """Counts the tokens whose keys and values are prepared beside queries, a warp for each row."""
+    if cluster == 1 or not call.appends or not isinstance(shapes.q_len, int):
+        return 0
+    kinds = 1 if call.value_dim is not None else 2
+    fits = shapes.q_len * kinds <= _TEAM_WARPS * _teams(call, shapes, cluster)
+    return shapes.q_len if fits else 0
 
 
 def _rows(shapes: Shapes) -> int:
