@@ -10,8 +10,9 @@
 
 Causal, one sequence, bfloat16 (float32 on a CPU), head dim 128; tokens are those of one device. A
 rate is of one device: 3.5 times 2 N T² H operations, over the devices. `scales` is that rate beside
-flash_attention's on one device with the same tokens a device. Three programs are timed in turns, so
-that all meet the same clocks:
+flash_attention's with the same tokens a device, on all devices at once, each its own: GPUs of one
+host differ by 2 to 7 %, and a ring goes as the slowest. Three programs are timed in turns, so that
+all meet the same clocks:
 
     all        the attention itself
     compute    a ring whose keys stay where they are: the same kernels on each device
@@ -215,7 +216,8 @@ def run_cell(
     """Rows of the table, and the model that a ring gives."""
     device, devices = mesh.devices.flat[0], mesh.size
     lower = functools.partial(lowered, cell=cell, dtype=dtype, device=device)
-    made: dict[Any, Any] = {"one": lower(step_of(flash_attention), None)}
+    apart = step_of(flash_attention)
+    made: dict[Any, Any] = {x: lower(apart, None, device=x) for x in mesh.devices.flat}
     made["link"] = lower(link_of(mesh), mesh)
     ways = [way for way in ways if way[0] != "all_to_all" or cell.kv_heads % devices == 0]
     for strategy, order in ways:
@@ -227,7 +229,7 @@ def run_cell(
             with keys_that_stay():
                 made["compute", order] = lower(step_of(attend), mesh)
     made = compiled(made)
-    alone = measure({"one": made["one"]}, rounds)["one"]
+    alone = measure({"one": lambda: [made[x]() for x in mesh.devices.flat]}, rounds)["one"]
     alone_rate = cell.operations(1) / alone
     name = f"{cell.tokens} | {cell.heads}:{cell.kv_heads}"
     rows = [[name, "one device", us(alone), f"{alone_rate / 1e12:.0f}", "", "", "", ""]]

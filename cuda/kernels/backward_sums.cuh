@@ -87,6 +87,10 @@ class TiledSum {
       *at(i, 3) = x.w;
     }
   }
+  // With kAddsFour.
+  __device__ __forceinline__ void store_or_add(bool stores, int i, const float4& x) const {
+    ptx::store_or_add_x4(stores, at(i), x.x, x.y, x.z, x.w);
+  }
   __device__ __forceinline__ void add(int i, const float4& x) const {
     if constexpr (kAddsFour) {
       ptx::reduce_add_x4(at(i), x.x, x.y, x.z, x.w);

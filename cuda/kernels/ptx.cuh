@@ -160,6 +160,16 @@ __device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, 
                "f"(b), "f"(c), "f"(d)
                : "memory");
 }
+// Stores four elements, or adds them to those that are there, without a branch.
+__device__ __forceinline__ void store_or_add_x4(bool stores, float* address, float a, float b,
+                                                float c, float d) {
+  asm volatile(
+      "{\n.reg .pred stores;\nsetp.ne.u32 stores, %5, 0;\n"
+      "@stores st.global.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "@!stores red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(address),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<uint32>(stores))
+      : "memory");
+}
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- one kernel after another, of sm_90 and later -----------------------------------------------

@@ -47,6 +47,7 @@
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one
 //                             query head
 //   bool kDeterministic       units add in turns
+//   bool kFirstByPredicate     the unit that adds first stores without a branch: plain calls
 //   int kTurnParts            parts of a query block's sum with turns of their own: what one of the
 //                             two score warpgroups adds, with kPairs what one of the two CTAs does,
 //                             or all that the wide kernel's query role does

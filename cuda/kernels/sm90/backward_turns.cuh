@@ -214,10 +214,17 @@ __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
 
 // Adds a warpgroup's accumulators to a tile of the sum, from its `first` piece on, on a turn of
 // this unit.
-template <int kCount>
-__device__ __forceinline__ void add_fragments(const SumTile& sum, int first,
+template <class Sum, int kCount>
+__device__ __forceinline__ void add_fragments(const Sum& sum, int first,
                                               const float (&values)[kCount], Turn turn) {
-  if (turn.stores()) {
+  if constexpr (kFirstByPredicate) {
+    const bool stores = turn.stores();
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      sum.store_or_add(stores, first + j,
+                       {values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]});
+    }
+  } else if (turn.stores()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       sum.store(first + j,
