@@ -117,11 +117,17 @@ class LatentTiling:
         tiles = 128 * (2 * boxes * self.block_kv + (boxes - 1) * self.query_rows + self.head_rows)
         told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
         barriers = 8 * (2 * (boxes + 2) + 2)
-        incoming, parked = (4 * 128 * 16, 4 * 16) if self.latent_rows else (0, 16)
+        incoming, parked = 4 * 128 * 16 if self.latent_rows else 0, 4 * 16
         if self.rings:
             rows = 4 * (16 if self.query_rows == 16 else 12)
             incoming = -(-rows * _latent_rows.BYTES // 1024) * 1024
         return tiles + told + barriers + 16 + incoming + parked
+
+    @property
+    def merge_shared_bytes(self) -> int:
+        """The second kernel's: what each thread has under way, factors and exponents, sums."""
+        of_rows = _MOST_PARTS * (4 * (self.head_rows + 4) + self.head_rows)
+        return self.merge_threads * (256 + 32) + of_rows
 
     @property
     def rings(self) -> bool:
@@ -203,11 +209,15 @@ def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.query_rows)
     text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
     field = Field("TensorMap", "query_rows", rows, text)
-    left = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
-    rows_of_sums = Field("float*", "partial_rows", left, "[ctas, 2, share rows, 4]: LeftRow")
+    sums = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
+    rows_of_sums = Field("float*", "partial_rows", sums, "[ctas, 2, share rows, 4]: LeftRow")
+    units = Scratch("s32", (tiling.parts * tiling.shares, 2, 8))
+    left = Field("int*", "left_units", units, "[ctas, 2]: LeftUnit")
     fields = (rows_of_sums if x.name == "partial_rows" else x for x in launch.params.fields)
-    struct = Struct(launch.params.name, (*fields, field))
-    return dataclasses.replace(launch, params=struct)
+    struct = Struct(launch.params.name, (*fields, field, left))
+    main, merge = launch.steps
+    merge = dataclasses.replace(merge, shared_bytes=tiling.merge_shared_bytes)
+    return dataclasses.replace(launch, params=struct, steps=(main, merge))
 
 
 def _query_rows(shapes: Shapes) -> int:

@@ -240,7 +240,10 @@ SHARED = {
     "sm90_float32/backward.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
     "sm90/backward_entries.cuh": {"backward::bias_sum::Shared": "kLaunchBiasSharedBytes"},
     "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
-    "sm90_latent/decode.cuh": {"decode::LatentShared": "kLaunchSharedBytes"},
+    "sm90_latent/decode.cuh": {
+        "decode::LatentShared": "kLaunchSharedBytes",
+        "decode::MergeShared": "kLaunchMergeSharedBytes",
+    },
     "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
 }
 
@@ -261,6 +264,7 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> _explain
     given = {
         "kLaunchSharedBytes": plan.shared_bytes,
         "kLaunchBiasSharedBytes": getattr(plan.tiling, "bias_shared_bytes", 0),
+        "kLaunchMergeSharedBytes": getattr(plan.tiling, "merge_shared_bytes", 0),
     }
     constants = {**plan.constants, **given}
     sources = {

@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     ptx::register_decrease<kLoaderRegisters>();
     LatentLoader loader{p, share, shared, warp};
     loader.run(line);
+    if (warp == kLoaders - 1) leave_units(p);
   } else if (warp < 8) {
     ptx::register_increase<kConsumerRegisters>();
     LatentConsumer<0> consumer{p, share, shared};
@@ -53,5 +54,6 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     flash_decode_merge(const __grid_constant__ DecodeParams p) {
-  decode::merge_latent(p);
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  decode::merge_latent(p, *reinterpret_cast<decode::MergeShared*>(dynamic_shared));
 }

@@ -67,8 +67,11 @@ struct LatentConsumer {
       ptx::barrier_wait(ptx::shared_address(&shared.queries_full), units % 2);
       const int end = ptx::uniform(range.end);
       int block = ptx::uniform(range.begin);
-      for (; block + 1 < end; block += 2) add_pair</*kBoth=*/true>(block, block + 2 >= end);
-      if (block < end) add_pair</*kBoth=*/false>(block, true);
+      const int first = block;
+      for (; block + 1 < end; block += 2) {
+        add_pair</*kBoth=*/true>(block, block == first, block + 2 >= end);
+      }
+      if (block < end) add_pair</*kBoth=*/false>(block, block == first, true);
       const bool is_whole = range.begin == unit.blocks.begin && range.end == unit.blocks.end;
       const LatentResults<kGroup> results{p, share, shared, unit, output, state.base};
       results.finish(state.sum, units, is_whole, units == 0);
@@ -99,7 +102,7 @@ struct LatentConsumer {
   // ---- two blocks, or the last one alone --------------------------------------------------------
 
   template <bool kBoth>
-  __device__ __forceinline__ void add_pair(int block, bool is_last) {
+  __device__ __forceinline__ void add_pair(int block, bool is_first, bool is_last) {
     const uint32 first = blocks, second = blocks + 1;
     float correction[2];
     if constexpr (kGroup == 0) {
@@ -110,12 +113,12 @@ struct LatentConsumer {
       if (is_last) release(shared.queries_empty);
       weigh(block, first, correction);
       hand_over(first);
-      rescale(correction);
+      if (!is_first) rescale(correction);
       begin_own_values(first);
       finish_products(output);
       release_half(first);
       if constexpr (kBoth) {
-        take_over();
+        take_over(false);
         begin_others_values(second);
         finish_products(output);
         release_half(second);
@@ -127,7 +130,7 @@ struct LatentConsumer {
         finish_products(scores);
       }
       if (is_last && !(kBoth && kRings)) release(shared.queries_empty);
-      take_over();
+      take_over(is_first);
       begin_others_values(first);
       if constexpr (kBoth && kRings) {  // the loader waits for both halves
         finish_products(output);
@@ -278,14 +281,14 @@ struct LatentConsumer {
     ptx::named_barrier_arrive(kWeightsBarrier + kGroup, 2 * kGroupThreads);
   }
   // Waits for the other's, and brings what was summed to their bases.
-  __device__ __forceinline__ void take_over() {
+  __device__ __forceinline__ void take_over(bool is_first) {
     ptx::named_barrier_sync(kWeightsBarrier + kOther, 2 * kGroupThreads);
     float correction[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       state.rise(row, shared.base[kOther][own_row(row)], correction[row]);
     }
-    rescale(correction);
+    if (!is_first) rescale(correction);  // else nothing is summed
   }
 };
 

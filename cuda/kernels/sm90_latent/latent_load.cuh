@@ -24,7 +24,7 @@ struct LatentLoader {
       run_rings<RingLoader<LatentShared>>(line);
       return;
     }
-    line.walk<kPackedRows>(
+    line.walk<true>(
         share,
         [&](const Unit& unit, const Range& range) {
           if constexpr (kPackedRows) {
@@ -45,7 +45,7 @@ struct LatentLoader {
           }
           if constexpr (kByThreads) tell_of_last();
         },
-        ptx::shared_address(shared.parked + (kPackedRows ? warp : 0)));
+        ptx::shared_address(shared.parked + warp));
   }
   template <class Rings>
   __device__ __forceinline__ void run_rings(const Line& line) {

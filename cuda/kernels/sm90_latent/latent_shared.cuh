@@ -60,8 +60,8 @@ struct LatentShared : Incoming<kPackedRows, kRings> {
   // multiply what lies behind them.
   Barrier empty[2][2];
   Barrier queries_full, queries_empty;
-  int spoiled[2];                            // a page that the stage's block needs is none
-  uint4 parked[kPackedRows ? kLoaders : 1];  // where these warps stand in the line of blocks
+  int spoiled[2];          // a page that the stage's block needs is none
+  uint4 parked[kLoaders];  // where the warps that load stand in the line of blocks
 };
 
 // Named barriers.
