@@ -25,8 +25,9 @@ from jax_flash._varying import vary_over
 
 # Shared positions up to which each request reads them: together takes longer. An H100, 128 requests
 # of 128 positions behind them, 64/8 heads, by two kernels: 512 are 1.1 times as fast, 256 0.85. By
-# one 1.5 and 1.1, 4096 6.5.
-MOST_APART = 511
+# one 1.5 and 1.1, 4096 6.5. Fewer kv heads than four need as many more: 16/2 heads 0.91 with 512,
+# 32/4 1.25.
+MOST_APART, HEADS_APART = 511, 4
 
 _Attend = Callable[[Ragged, dict[str, jax.Array]], dict[str, jax.Array]]
 
@@ -50,7 +51,9 @@ def _attend(
     if 0 in (shared.size, table.size, k.size, named["q"].size):
         return attend_rest(call, named)
     positions = shared.size * k.shape[1]
-    if isinstance(positions, int) and positions <= MOST_APART:  # others are symbolic, in exports
+    heads = HEADS_APART if call.value_dim is not None else min(k.shape[2], HEADS_APART)
+    # Others are symbolic, in exports.
+    if isinstance(positions, int) and positions * heads // HEADS_APART <= MOST_APART:
         return attend_rest(call, named)
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know
