@@ -88,7 +88,8 @@ class Sm90(Family):
         length = max(lengths)
         forward = call.target == "forward"
         packed = forward and group_size(shapes) > 1
-        rounds = batch * shapes.q_heads / multiprocessors(gpu)
+        heads = shapes.q_heads if forward else shapes.kv_heads  # of units
+        rounds = batch * heads / multiprocessors(gpu)
         if length > _BLOCK or packed or rounds <= _ROUNDS:
             return 1
         rows = next(rows for rows in range(_BLOCK // length, 0, -1) if batch % rows == 0)

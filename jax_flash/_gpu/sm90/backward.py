@@ -51,6 +51,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         )
         return spare(problem, shapes, tiling)
     tiling = _tiling(asked)
+    if tiling.compact and tiling.unit_heads:  # whose sums take the room
+        tiling = _tiling(dataclasses.replace(asked, splits=False))
     if tiling.compact:
         return _tiling(dataclasses.replace(asked, few=True))
     return tiling
@@ -126,6 +128,7 @@ class _Backward:
     shapes: Shapes
     gpu: GpuSpec
     few: bool = False  # rows or columns: scratch is scarce
+    splits: bool = True  # few short units into ones of fewer heads
     in_order: bool = False  # of a deterministic problem, whose dk and dv have one unit each
 
     @property
@@ -295,20 +298,23 @@ class _Backward:
         problem, group = self.problem, group_size(self.shapes)
         if self.shares:
             return 1
-        if group * self._steps < _UNIT_STEPS or group == 1 or not self.may_add:
-            return 0
-        if not self.tma_loads:
+        if group == 1 or not self.may_add or not self.tma_loads:
             return 0
         sizes = (self.shapes.batch, self.shapes.q_heads)
         if not all(isinstance(size, int) for size in sizes) or self.adds_rows or self.dbias_heads:
             return 0
+        if group * self._steps < _UNIT_STEPS:
+            idle = self._units(group) < multiprocessors(self.gpu)
+            alone = self.wide or problem.deterministic or self.in_order
+            splits = self.splits and idle and not alone
+            return self._heads_of_rounds(128, _UNIT_ENDS) if splits else 0
         if self.wide:
             # 76, 36 and 32 bytes would be spilled.
             spills = problem.score is not None or problem.softcap is not None
             narrow = boxes(self.shapes.head_dim) == 3 and boxes(self.shapes.value_dim) < 3
             spills |= self.pairs and narrow
             alone = problem.deterministic or self.in_order
-            return 0 if alone or spills else self._heads_of_rounds()
+            return 0 if alone or spills else self._heads_of_rounds(64)
         holds_draws = self.drops and self.reads_ahead  # of one head
         if problem.deterministic and self.is_plain_window and not holds_draws:
             # Their turns take what L2 gives, and a unit of more heads trails the one before by less
@@ -366,16 +372,17 @@ class _Backward:
         units = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), block_kv)
         return 2 * units <= multiprocessors(self.gpu) and self._steps >= _SHARED_STEPS
 
-    def _heads_of_rounds(self) -> int:
+    def _heads_of_rounds(self, block_kv: int, ends: int = 0) -> int:
         """The most heads of a unit with which units fill the multiprocessors in the fewest rounds.
 
-        0, all, where that spares little: of fewer heads units add to dk and dv.
+        `ends`: heads in whose time a unit begins and ends. 0, all, where that spares little: of
+        fewer heads units add to dk and dv.
         """
         shapes, group = self.shapes, group_size(self.shapes)
-        pieces = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), 64)
+        pieces = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), block_kv)
         sms = multiprocessors(self.gpu)
         taken = {
-            heads: heads * -(-pieces // heads // sms)
+            heads: (heads + ends) * -(-pieces // heads // sms)
             for heads in range(group, 0, -1)
             if group % heads == 0
         }
@@ -494,6 +501,7 @@ _TURNS = {
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
+_UNIT_ENDS = 1
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 
 
