@@ -10,7 +10,6 @@ from jax_flash import _gpu
 from jax_flash._call import Call
 from jax_flash._gpu import spec
 from jax_flash._gpu.sizes import evaluate
-from jax_flash._gpu.sm90.hopper import multiprocessors
 from jax_flash._ops import passes
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
@@ -210,52 +209,6 @@ def test_no_sum_of_dq_where_a_unit_has_all_keys(deterministic):
             == made.constants["kDeterministic"]
             == (deterministic and not stores)
         ), (dim, change)
-
-
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (1024, 0)])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads", [(32, 8), (16, 2), (64, 8), (128, 8), (32, 1), (48, 16), (12, 6)])
-@pytest.mark.parametrize(("batch", "length"), [(8, 2048), (2, 8192)])
-def test_units_of_grouped_heads_are_many(window, deterministic, heads, batch, length):
-    """Four for each multiprocessor, or of one query head; deterministic ones fill their rounds."""
-    problem = dataclasses.replace(PLAIN, window=window, deterministic=deterministic)
-    shapes = dataclasses.replace(
-        SHAPES, batch=batch, q_len=length, kv_len=length, q_heads=heads[0], kv_heads=heads[1]
-    )
-    tiling = plan("backward", problem, shapes).tiling
-    unit_heads, group = tiling.unit_heads or heads[0] // heads[1], heads[0] // heads[1]
-    assert group % unit_heads == 0
-    assert tiling.unit_heads < group
-    units, sms = batch * heads[0] // unit_heads * length // 128, multiprocessors(H200)
-    if deterministic and window == (None, None):
-        assert unit_heads == 1 or units >= 0.9 * sms * -(-units // sms)
-    elif deterministic and window == (None, 0):
-        assert unit_heads <= 2
-    else:
-        assert unit_heads == 1 or units >= 4 * sms
-    if tiling.ring_sets:
-        assert 2 * tiling.ring_sets * tiling.l2_heads * unit_heads <= batch * heads[0]
-
-
-@pytest.mark.parametrize(
-    ("batch", "length", "group", "dim", "unit_heads"),
-    [
-        (1, 4096, 8, 256, 4),  # 64 blocks of keys: two rounds of 256 units of 4 heads
-        (1, 2630, 3, 208, 1),
-        (1, 8192, 8, 256, 0),  # 128 units of all heads are a round
-        (8, 4096, 8, 256, 0),
-        (1, 4096, 1, 256, 0),
-    ],
-)
-def test_units_of_wide_heads_fill_the_multiprocessors(batch, length, group, dim, unit_heads):
-    shapes = dataclasses.replace(
-        replace_dims(dim, dim), batch=batch, q_len=length, kv_len=length, q_heads=group, kv_heads=1
-    )
-    for deterministic in (False, True):
-        problem = dataclasses.replace(PLAIN, deterministic=deterministic)
-        tiling = plan("backward", problem, shapes).tiling
-        assert tiling.wide
-        assert tiling.unit_heads == (0 if deterministic else unit_heads)
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (1024, 0)])

@@ -44,6 +44,7 @@ def rows(which: str, sizes: dict[str, Any], *, gpu: str = "H200", **of: Any) -> 
         ({"q_len": 5}, 8, 8),
         ({"kv_len": 40}, 1, 2),  # 128 positions have three, which do not divide the batch
         ({"kv_heads": 4}, 1, 8),  # queries of four heads fill a block
+        ({"kv_heads": 4, "batch": 64}, 1, 1),  # backward units are those of kv heads
     ],
 )
 def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
