@@ -30,6 +30,14 @@ _FEW_KEYS, _FEW_KEYS_SCORES = 4, 1 << 19
 # of 177, a bias and lengths of keys take 211 us for 324 forward, 453 for 1006 with gradients.
 _LOADED_KEYS, _LOADED_SCORES = 16, 1 << 21
 _LOADED_TERMS = {"bias", "mask", "query_lengths", "key_value_lengths"}
+# 16 bits, one query of few keys, whatever heads share: H100, 1000 rows of 8 keys, 8/2 heads of 128
+# 53 to 41 us, with gradients 108 to 87; 2^16 scores were measured.
+_ONE_QUERY_KEYS, _ONE_QUERY_SCORES = 16, 1 << 16
+# 16 bits beside a bias or dropout, whose rows are no documents of longer ones: each row of a head
+# is a unit, a block of 128 queries. H100, with gradients: 512 x 8, 16/4 heads of 128, a bias 506 to
+# 279 us; 326 x 4, 16/4 of 256, dropout 522 to 169. 16 x 16 scores take as long either way.
+_EMPTY_SCORES, _EMPTY_MOST = 14 * 14, 1 << 21
+_EMPTY_UNITS, _EMPTY_WIDE_UNITS = 4096, 1024  # least; 2048 are -10 to 14 %, 512 wide ones 3
 _ROWS = 64  # whose keys half of an H100 reads: 111 us for 573 of products that are not tuned
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
 
@@ -64,6 +72,10 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     loaded = own and not sm90.tma_loads_of(shapes) and _LOADED_TERMS.issuperset(call.problem.terms)
     if loaded and keys <= _LOADED_KEYS and scores <= _LOADED_SCORES:
         return True
+    if queries == 1 and keys <= _ONE_QUERY_KEYS and scores <= _ONE_QUERY_SCORES:
+        return True
+    if _are_empty(call, shapes, scores):
+        return True
     if little and min(queries, keys) <= (_LITTLE_OWN if own else _LITTLE_LENGTH):
         return True
     # XLA copies keys and values of several heads to where a head's are in a row.
@@ -75,3 +87,18 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return False
     units = batch * heads * -(-keys // 128)
     return queries <= _SHARED_QUERIES and heads >= _GROUP and units >= _UNITS
+
+
+def _are_empty(call: Call, shapes: Shapes, scores: int) -> bool:
+    """Tells whether units of kernels are many and have few scores each, beside a bias or dropout.
+
+    A mask's have kernels of their own, which are as fast. Sinks and functions were not timed.
+    """
+    timed = {*_LOADED_TERMS, "dropout_state"}.issuperset(call.problem.terms)
+    alone = {"bias", "dropout_state"}.isdisjoint(call.problem.terms)
+    if alone or not timed or call.problem.softcap is not None or call.problem.score is not None:
+        return False
+    units = shapes.batch * shapes.q_heads
+    wide = max(shapes.head_dim, shapes.value_dim) > 128
+    many = units >= (_EMPTY_WIDE_UNITS if wide else _EMPTY_UNITS)
+    return many and scores <= min(units * _EMPTY_SCORES, _EMPTY_MOST)

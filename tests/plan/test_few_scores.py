@@ -46,6 +46,9 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ),  # warps load rows
         ("bfloat16", {"kv_len": 16, "kv_heads": 8, "head_dim": 177, "q_len": 500}, False),
         ("bfloat16", {"kv_len": 16, "kv_heads": 8, "head_dim": 176, "q_len": 300}, False),
+        ("float16", {"kv_heads": 2, "q_len": 1, "kv_len": 16, "batch": 512}, True),
+        ("float16", {"kv_heads": 2, "q_len": 1, "kv_len": 16, "batch": 513}, False),
+        ("float16", {"kv_heads": 2, "q_len": 1, "kv_len": 17, "batch": 400}, False),
         ("bfloat16", {"kv_heads": 2}, False),  # XLA would copy the keys of two heads
         ("float32", {"kv_heads": 8, "q_len": 32, "batch": 16}, True),
         ("float32", {"kv_heads": 8, "q_len": 33, "kv_len": 100}, False),
@@ -60,6 +63,28 @@ def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
         written = dataclasses.replace(call, problem=Problem(dtype, 0.1, as_written=True))
         for other in (dataclasses.replace(call, backend="cuda"), written):
             assert _backends.pick(other, shapes, H200)[0] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "taken"),
+    [
+        ({}, {}, True),
+        ({"batch": 511}, {}, False),  # fewer than 4096 units
+        ({"batch": 128, "value_dim": 136}, {}, True),
+        ({"kv_len": 15}, {}, False),  # more than 14 x 14 scores of a unit
+        ({"batch": 2048}, {}, False),  # more than 2^21
+        ({"kv_heads": 2}, {"terms": ("bias", "key_value_lengths", "dropout_state")}, True),
+        ({}, {"terms": ("mask",)}, False),
+        ({}, {"terms": ("bias", "sinks")}, False),
+        ({}, {"softcap": 9.0}, False),
+    ],
+)
+def test_which_beside_a_bias_or_dropout(sizes, change, taken: bool):
+    small = {"batch": 512, "q_len": 14, "kv_len": 14, "kv_heads": 8} | sizes
+    shapes = dataclasses.replace(SHAPES, **small)
+    problem = Problem(**{"dtype": "bfloat16", "scale": 0.1, "terms": ("bias",)} | change)
+    for call in passes(problem).values():
+        assert _gpu.few_scores.takes(call, shapes, H200) == taken
 
 
 def test_explain_says_so():
