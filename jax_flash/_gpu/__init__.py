@@ -133,9 +133,12 @@ def padded(call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
     return choose(first, shapes, gpu).padded(first, shapes)
 
 
-def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
-    """Makes the plans of `calls`, for arrays of the sizes that `folded` and `padded` say."""
-    kernels, sizes = folded(call, shapes, gpu)
+def plans(call: Call, shapes: Shapes, gpu: GpuSpec, *, is_folded: bool = False) -> tuple[Plan, ...]:
+    """Makes the plans of `calls`, for arrays of the sizes that `folded` and `padded` say.
+
+    `is_folded`: the call is what `folded` returned, of which rows of folded heads could be folded.
+    """
+    kernels, sizes = (call, shapes) if is_folded else folded(call, shapes, gpu)
     taken = padded(kernels, sizes, gpu)
     made = tuple(plan(x, taken, gpu) for x in calls(kernels, sizes, gpu))
     notes = []

@@ -72,7 +72,7 @@ def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
         ({"batch": 511}, {}, False),  # fewer than 4096 units
         ({"batch": 128, "value_dim": 136}, {}, True),
         ({"kv_len": 15}, {}, False),  # more than 14 x 14 scores of a unit
-        ({"batch": 2048}, {}, False),  # more than 2^21
+        ({"batch": 4096}, {}, False),  # more than 2^22
         ({"kv_heads": 2}, {"terms": ("bias", "key_value_lengths", "dropout_state")}, True),
         ({}, {"terms": ("mask",)}, False),
         ({}, {"terms": ("bias", "sinks")}, False),

@@ -56,6 +56,19 @@ def test_positions_hide_nothing():
     assert group("forward", {}, gpu="A100") == 1
 
 
+def test_folded_once():
+    """Rows of folded heads, which are short too, are not folded: operands are made for one."""
+    shapes = Shapes(60, 2, 16, 40, 8, 200, 200)
+    gpu = _gpu.spec.GPUS["H100"]
+    call = passes(Problem("bfloat16", 0.1))["forward"]
+    taken, sizes = _gpu.folded(call, shapes, gpu)
+    assert (sizes.q_heads, sizes.q_len) == (8, 10)
+    assert _gpu.folded(taken, sizes, gpu) != (taken, sizes)
+    (made,) = _gpu.plans(taken, sizes, gpu, is_folded=True)
+    assert len(made.operands) == len(taken.operands)
+    assert made.operands == _gpu.plans(call, shapes, gpu)[0].operands
+
+
 @needs_module
 def test_kernels_run_what_xla_would_copy_the_keys_for():
     q = jax.ShapeDtypeStruct((66, 1, 40, 112), jnp.bfloat16)
