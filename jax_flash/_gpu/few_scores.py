@@ -34,8 +34,8 @@ _LOADED_TERMS = {"bias", "mask", "query_lengths", "key_value_lengths"}
 # 53 to 41 us, with gradients 108 to 87; 2^16 scores were measured.
 _ONE_QUERY_KEYS, _ONE_QUERY_SCORES = 16, 1 << 16
 # 16 bits beside a bias or dropout, whose rows are no documents of longer ones: each row of a head
-# is a unit, a block of 128 queries. H100, with gradients: 1000 x 2, 40/8 heads of 64, a bias 2235 to
-# 319 us; 2000 x 12, 12 of 64, dropout 1772 to 818. 16 x 16 scores take as long either way.
+# is a unit, a block of 128 queries. H100, with gradients: 1000 x 2, 40/8 heads of 64, a bias 2235
+# to 319 us; 2000 x 12, 12 of 64, dropout 1772 to 818. 16 x 16 scores take as long either way.
 _EMPTY_SCORES, _EMPTY_MOST = 14 * 14, 1 << 22
 _EMPTY_UNITS, _EMPTY_WIDE_UNITS = 4096, 1024  # least; 2048 are -10 to 14 %, 512 wide ones 3
 _ROWS = 64  # whose keys half of an H100 reads: 111 us for 573 of products that are not tuned
