@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, int batch, in
 // New keys and values, and the results of rows that see nothing, of the CTA's batch rows.
 __device__ __forceinline__ void finish_rows(const DecodeParams& p) {
   for (int batch = blockIdx.x; batch < p.batch; batch += gridDim.x) {
-    const int length = p.lengths[batch];
+    const int length = length_of(p, batch);
     if (positions_of(p, length).empty()) write_empty(p, batch, length);
     if constexpr (kAppends) {
       append<kHeadDim, kRotates>(p, batch, length, p.new_key, p.key_cache, p.key_scale);

@@ -50,6 +50,11 @@ __device__ __forceinline__ Range positions_of(const DecodeParams& p, int length)
   return {first_seen(p, max(length - p.query_len, 0)), length};
 }
 
+// A batch row's. With kPlaces it is the columns of a table, some of which name nothing.
+__device__ __forceinline__ int length_of(const DecodeParams& p, int batch) {
+  if constexpr (kPlaces) return p.columns;
+  return p.lengths[batch];
+}
 // Numbers of blocks of kBlockKV positions.
 __device__ __forceinline__ Range blocks_of(const DecodeParams& p, int length) {
   const Range seen = positions_of(p, length);
@@ -102,7 +107,7 @@ struct Line {
   __device__ __forceinline__ explicit Line(const DecodeParams& p) : p(p) {
     int count = 0;
     for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
-      const Range blocks = blocks_of(p, p.lengths[batch]);
+      const Range blocks = blocks_of(p, length_of(p, batch));
       count += blocks.end - blocks.begin;
     }
     total = __reduce_add_sync(0xffffffffu, count);
@@ -127,7 +132,7 @@ struct Line {
   __device__ __forceinline__ Unit find(int block, int from = 0, int before = 0) const {
     const int lane = threadIdx.x % 32;
     for (;; from += 32) {
-      const int length = from + lane < p.batch ? p.lengths[from + lane] : 0;
+      const int length = from + lane < p.batch ? length_of(p, from + lane) : 0;
       const Range blocks = blocks_of(p, length);
       const int own = blocks.end - blocks.begin;
       int behind = own;  // in the line from `before` on, this row's included
@@ -163,7 +168,7 @@ struct Line {
       if constexpr (kAsksAhead) {
         // Mostly the next unit is the next batch row, whose length comes while this one is visited.
         from = unit.batch + 1;
-        length = from < p.batch ? p.lengths[from] : 0;
+        length = from < p.batch ? length_of(p, from) : 0;
       } else {
         from = unit.batch;
       }
@@ -192,7 +197,7 @@ struct ClusterLine {
   const DecodeParams& p;
   int length;
   __device__ __forceinline__ ClusterLine(const DecodeParams& p, const Share& share)
-      : p(p), length(p.lengths[share.batch]) {}
+      : p(p), length(length_of(p, share.batch)) {}
 
   template <class Visit>
   __device__ __forceinline__ void walk(const Share& share, Visit visit) const {

@@ -18,7 +18,12 @@ _COLUMNS = Size("columns")
 
 
 def packs(plan: Plan) -> Plan:
-    """Makes of a plan of decoding with pages one whose rows are packed first."""
+    """Makes of a plan of decoding with pages one whose rows are packed first.
+
+    Where its kernels take places that are not read (kPlaces), a row is as long as its table.
+    """
+    if plan.constants["kPlaces"]:
+        return _without_lengths(plan)
     scratch = {
         "page_table": Field("int*", "packed_table", Scratch("s32", (B, _COLUMNS)), "[B, columns]"),
         "lengths": Field("int*", "packed_lengths", Scratch("s32", (B,)), "[B]"),
@@ -53,3 +58,13 @@ def packs(plan: Plan) -> Plan:
         beside="chosen.cuh",
         dims={**plan.dims, "columns": plan.dims["S"]},
     )
+
+
+def _without_lengths(plan: Plan) -> Plan:
+    """Makes of a plan of decoding with pages one whose parameters have no lengths."""
+    params = plan.launch.params
+    fields = tuple(
+        dataclasses.replace(x, value=None) if x.name == "lengths" else x for x in params.fields
+    )
+    launch = dataclasses.replace(plan.launch, params=dataclasses.replace(params, fields=fields))
+    return dataclasses.replace(plan, launch=launch, dims={**plan.dims, "columns": plan.dims["S"]})

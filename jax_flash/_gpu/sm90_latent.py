@@ -100,6 +100,7 @@ class LatentTiling:
     box_rows: int  # positions that TMA loads at once: in one page for sure
     latent_rows: bool = False  # packed rows, which come through shared memory
     query_rows: int = _ROWS  # that shared memory has place for: 16, 32 or 64
+    places: bool = False  # chosen keys come as they are given: see _takes_places
 
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
@@ -116,7 +117,7 @@ class LatentTiling:
         boxes = self.head_dim // 64
         tiles = 128 * (2 * boxes * self.block_kv + (boxes - 1) * self.query_rows + self.head_rows)
         told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
-        barriers = 8 * (2 * (boxes + 2) + 2)
+        barriers = 8 * (2 * (boxes + 2) + 2) + 16  # and bits of what is not read
         incoming, parked = 4 * 128 * 16 if self.latent_rows else 0, 4 * 16
         if self.rings:
             rows = 4 * (16 if self.query_rows == 16 else 12)
@@ -165,7 +166,8 @@ class LatentTiling:
             "kRotates": False,
             "kOverlaps": True,
             # The kernel ahead packs what rows read; this one begins before it has ended.
-            "kFollows": call.packs,
+            "kFollows": call.packs and not self.places,
+            "kPlaces": self.places,
             "kMostParts": _MOST_PARTS,
         }
 
@@ -177,13 +179,26 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
     shares = -(-_rows(shapes) // _ROWS)
     most = min(max(multiprocessors(gpu) // shares, 1), _MOST_PARTS)
     size = shapes.page_size if call.paged else None
+    parts = max(least, _parts(shapes.batch, most))
     return LatentTiling(
-        parts=max(least, _parts(shapes.batch, most)),
+        parts=parts,
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
         latent_rows=call.latent_rows,
         query_rows=_query_rows(shapes) if call.latent_rows else _ROWS,
+        places=_takes_places(call, shapes, parts),
     )
+
+
+def _takes_places(call: Any, shapes: Shapes, parts: int) -> bool:
+    """Whether chosen keys are read as they are given, those that are hidden among the others.
+
+    Where several parts share a row they are equal by what was chosen for it, and no kernel has to
+    bring what is seen to the front: 8 rows of 2048, 16 heads, begin to load 4 us earlier (H100).
+    """
+    if not call.packs or call.latent_rows or not isinstance(shapes.batch, int):
+        return False
+    return parts >= 2 * shapes.batch and parts % shapes.batch == 0
 
 
 def _parts(batch: Any, most: int) -> int:

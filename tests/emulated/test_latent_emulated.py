@@ -91,22 +91,26 @@ class Call:
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages of 64"])
-def test_chosen_keys(paged: bool, emulator: Emulator):
-    """Two rows that read chosen keys, of which a tenth are none."""
+@pytest.mark.parametrize("places", [False, True], ids=["packed", "as they are"])
+def test_chosen_keys(places: bool, paged: bool, emulator: Emulator):
+    """Three rows that read chosen keys, of which a tenth are none; the last one has no page."""
     rng = np.random.default_rng(5)
-    lengths, shape = (300, 170), (10, 64) if paged else (2, 300)
+    lengths, shape = (300, 170, 301), (15, 64) if paged else (3, 300)
     indices = [[rng.permutation(n)[:100] for _ in range(2)] for n in lengths]
     arrays = {
-        "query": rng.normal(size=(2, 2, 16, 576)).astype(jnp.bfloat16),
+        "query": rng.normal(size=(3, 2, 16, 576)).astype(jnp.bfloat16),
         "key_cache": rng.normal(size=(*shape, 1, 576)).astype(jnp.bfloat16),
         "lengths": np.array(lengths, np.int32),
-        "indices": np.where(rng.random((2, 2, 100)) < 0.1, -1, indices).astype(np.int32),
+        "indices": np.where(rng.random((3, 2, 100)) < 0.1, -1, indices).astype(np.int32),
     }
+    arrays["indices"][0, 1] = -1  # a query that reads nothing
     if paged:
-        arrays["page_table"] = rng.permutation(10).reshape(2, 5).astype(np.int32)
+        arrays["page_table"] = rng.permutation(15).reshape(3, 5).astype(np.int32)
+        arrays["page_table"][2, arrays["indices"][2, 0, 7] // 64] = -1
     call = Call({name: jnp.asarray(x) for name, x in arrays.items()})
-    got = emulator.run(Latent(call, {}), seed=3)  # type: ignore[arg-type]
+    got = emulator.run(Latent(call, {"places": places}), seed=3)  # type: ignore[arg-type]
     expected = call.run("xla")
+    assert np.isnan(expected.lse[2]).all()
     np.testing.assert_allclose(np.float32(got.out), np.float32(expected.out), atol=0.02)
     np.testing.assert_allclose(got.lse, expected.lse, atol=1e-3)
 

@@ -57,7 +57,7 @@ struct Boxes {
       if constexpr (kPaged) {
         const int from = ((block - window) * kPieces + piece(i)) % 32;
         of = __shfl_sync(0xffffffffu, now[i], from);
-        if (of < 0 || of >= p.pages) of = kNone;
+        if ((of < 0 && !(kPlaces && of == kNotNeeded)) || of >= p.pages) of = kNone;
       }
       const int first = block * kBlockKV + piece(i) * kBoxRows;
       const bool is_needed =
@@ -92,6 +92,13 @@ struct Boxes {
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) own += page[i] >= 0 ? 1 : 0;
     return kPieces == 1 ? own : __reduce_add_sync(0xffffffffu, own);
+  }
+  // Bits of those rows of a loading warp that are not read.
+  __device__ __forceinline__ uint32 unread(int warp) const {
+    static_assert(kLoaders == 4 && kBlockKV == 64);
+    const uint32 low = __ballot_sync(0xffffffffu, page[0] < 0),
+                 high = __ballot_sync(0xffffffffu, page[kPiecesOfLane - 1] < 0);
+    return (warp < 2 ? low : high) >> warp % 2 * 16;
   }
   // A needed one has no page.
   __device__ __forceinline__ bool lack() const {

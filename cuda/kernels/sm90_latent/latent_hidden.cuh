@@ -52,6 +52,21 @@ __device__ __forceinline__ void hide(LatentShared& shared, const Sight& sight, i
   }
 }
 
+// Hides scores of what is not read: zeros have come in its place.
+__device__ __forceinline__ void hide_unread(const LatentShared& shared, uint32 stage,
+                                            float (&scores)[kBlockKV / 2]) {
+  static_assert(kLoaders == 4);
+  const uint2 unread = *reinterpret_cast<const uint2*>(shared.unread[stage]);
+  if ((unread.x | unread.y) == 0) return;
+  const int own = fragment::first_column(threadIdx.x);
+#pragma unroll
+  for (int i = 0; i < kBlockKV / 2; ++i) {
+    const int column = own + fragment::column(i);
+    const uint32 word = fragment::column(i) < 32 ? unread.x : unread.y;
+    if (word >> column % 32 & 1) scores[i] = kNegativeInfinity;
+  }
+}
+
 // New keys in the places of what the cache had there; flash_decode_merge writes them to it.
 template <int kGroup>
 __device__ __forceinline__ void patch(const DecodeParams& p, const Unit& unit, int block,

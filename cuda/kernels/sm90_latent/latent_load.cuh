@@ -31,8 +31,8 @@ struct LatentLoader {
             load_packed(unit, range);
             return;
           }
-          Boxes boxes(p, unit, range);
           load_queries(unit);
+          Boxes boxes(p, unit, range);
 #pragma unroll 1
           for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
             if constexpr (kByThreads) {
@@ -127,6 +127,10 @@ struct LatentLoader {
       __syncwarp();
     }
     if (warp == 0 && lane == 0) shared.spoiled[stage] = lacks;
+    if constexpr (kPlaces) {
+      const uint32 unread = boxes.unread(warp);
+      if (lane == 0) shared.unread[stage][warp] = static_cast<unsigned short>(unread);
+    }
 #pragma unroll 1
     for (int box = 0; box < kKeyBoxes; ++box) {
 #pragma unroll

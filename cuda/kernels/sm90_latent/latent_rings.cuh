@@ -115,7 +115,7 @@ struct RingLoader {
 
   // Asks for the rows from `first` on; zeros for one that lies nowhere.
   __device__ __forceinline__ void ask(int first) {
-    const int lane = threadIdx.x % 32;
+    const int lane = ptx::fresh_lane();
     const uint32 to = ring() + filled + lane * 16;
     const int of_lane = first < kWarpRows ? slots : next;
 #pragma unroll
