@@ -495,8 +495,8 @@ _LAST_STORES_LONGEST = 4096  # keys, full attention
 # Plain calls that take turns unasked: full or causal, by head dim, up to how many queries, and
 # from how many rounds of units of 128 keys: what was measured.
 _TURNS = {
-    False: {64: (512, 15), 128: (512, 15), 256: (1024, 7)},
-    True: {64: (1024, 15), 128: (1024, 15), 256: (2048, 7)},
+    False: {64: (512, 15), 128: (512, 7), 256: (1024, 7)},
+    True: {64: (1024, 15), 128: (1024, 7), 256: (2048, 7)},
 }
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
