@@ -65,9 +65,8 @@ struct LatentConsumer {
       unit = of;
       start();
       ptx::barrier_wait(ptx::shared_address(&shared.queries_full), units % 2);
-      const int end = ptx::uniform(range.end);
-      int block = ptx::uniform(range.begin);
-      const int first = block;
+      const int first = ptx::uniform(range.begin), end = ptx::uniform(range.end);
+      int block = first;
       for (; block + 1 < end; block += 2) {
         add_pair</*kBoth=*/true>(block, block == first, block + 2 >= end);
       }
@@ -258,9 +257,8 @@ struct LatentConsumer {
     state.template exponentials<kCount>(scores, OneFactor{1.0f}, added, Alone{});
 #pragma unroll
     for (int row = 0; row < 2; ++row) state.sum[row] += added[row][0] + added[row][1];
-    if (shared.spoiled[stage_of_block(number)]) {  // every row gives NaN from here on
-      state.sum[0] = state.sum[1] = kInfinity - kInfinity;
-    }
+    // Every row gives NaN from here on.
+    if (shared.spoiled[stage_of_block(number)]) state.sum[0] = state.sum[1] = kInfinity - kInfinity;
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {
       weights[i] = Element::pack(scores[2 * i], scores[2 * i + 1]);
