@@ -137,7 +137,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    asked, wanted = shapes, _results(call, operands)
+    asked, wanted, following = shapes, _results(call, operands), call.next
     call, folded = _gpu.folded(call, shapes, gpu)
     if folded != asked:
         named, shapes = _gpu.folding.fold_operands(call, named, folded), folded
@@ -146,7 +146,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     calls = _gpu.calls(call, shapes, gpu)
     plans = _gpu.plans(call, shapes, gpu, is_folded=True)
     if _gpu.spec.present() is not None:
-        _compile(call, shapes, gpu, plans)
+        _compile(plans, following, asked, gpu)
     if len(calls) == 1:
         outputs = _launch(call, plans[0], results, [*named.values()], call.aliases)
     else:
@@ -171,16 +171,19 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=True))
 
 
-def _compile(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec, plans: Sequence[_gpu.Plan]) -> None:
-    """Compiles the programs of plans, and begins those of the next pass.
+def _compile(
+    plans: Sequence[_gpu.Plan], following: Call | None, shapes: Shapes, gpu: _gpu.GpuSpec
+) -> None:
+    """Compiles the programs of plans, and begins those of the next pass, of these sizes.
 
-    It belongs to the compilation of the caller's program, not to its first step.
+    It belongs to the compilation of the caller's program, not to its first step. The next pass is
+    folded in its own way, and may be XLA's.
     """
-    following = []
-    if call.next and pick(call.next, shapes, gpu)[0] == "cuda":
-        following = _gpu.plans(call.next, shapes, gpu)
+    others = ()
+    if following and pick(following, shapes, gpu)[0] == "cuda":
+        others = _gpu.plans(following, shapes, gpu)
     programs = [program for plan in plans for program in plan.programs]
-    ahead = [program for plan in following for program in plan.programs]
+    ahead = [program for plan in others for program in plan.programs]
     for program, _ in (*programs[1:], *ahead):
         _native.compile_ahead(**program)
     for program, entries in programs:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _backends, _gpu
+from jax_flash import _backends, _gpu, _native
 from jax_flash._gpu import folding
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
@@ -67,6 +67,32 @@ def test_folded_once():
     (made,) = _gpu.plans(taken, sizes, gpu, is_folded=True)
     assert len(made.operands) == len(taken.operands)
     assert made.operands == _gpu.plans(call, shapes, gpu)[0].operands
+
+
+@needs_module
+def test_next_pass_that_is_compiled_ahead_is_folded_in_its_way(monkeypatch: pytest.MonkeyPatch):
+    """Forward heads are folded; backward rows are, whose heads are grouped still."""
+    ahead, loaded = set(), set()
+
+    def compile_ahead(source: str, header: str, arch: str) -> None:
+        ahead.add((source, header, arch))
+
+    def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
+        loaded.add((source, header, arch))
+
+    monkeypatch.setattr(_gpu.spec, "present", lambda: _gpu.spec.GPUS["H100"])
+    monkeypatch.setattr(_native, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(_native, "load_kernel", load_kernel)
+
+    def loss(q, k, v):
+        return jnp.sum(jax_flash.flash_attention(q, k, v).astype(jnp.float32))
+
+    q = jax.ShapeDtypeStruct((1000, 3, 60, 200), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1000, 16, 5, 200), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k)
+    traced.lower(lowering_platforms=("cuda",))
+    assert "sm90/backward_wide.cuh" in {source for source, *_ in loaded}
+    assert ahead < loaded  # all but the first
 
 
 @needs_module
