@@ -7,6 +7,7 @@
 // the flags of all families, and says what each means and why it is set.
 #pragma once
 
+#include "early.cuh"
 #include "element.cuh"
 #include "fragment.cuh"
 #include "numbers.cuh"
@@ -20,8 +21,9 @@ namespace backward {
 
 inline constexpr int kQueries = kBlockQ;
 inline constexpr int kKeys = kBlockKV;
-inline constexpr int kHead = round_up(kHeadDim, 16);    // columns past kHeadDim read as zero
-inline constexpr int kValue = round_up(kValueDim, 16);  // likewise
+// Columns past a dim read as zero, but for other heads' with kEarly.
+inline constexpr int kHead = round_up(kTileColumns<kHeadDim>, 16);
+inline constexpr int kValue = round_up(kTileColumns<kValueDim>, 16);
 inline constexpr int kHeadBoxes = ceil_div(kHead, kBoxColumns);
 inline constexpr int kValueBoxes = ceil_div(kValue, kBoxColumns);
 

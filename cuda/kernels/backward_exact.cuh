@@ -296,7 +296,7 @@ template <class Params>
 __device__ __forceinline__ void exact_suspects(const Params& p, const Suspects& suspects) {
   const auto& [own, tiles, groups] = suspects;
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, count = tiles.end - tiles.begin;
-  const int boxes = ceil_div(kHeadDim, 64), tiles_of_head = query_blocks(p) * (kQueries / 64);
+  const int boxes = kHeadBoxes, tiles_of_head = query_blocks(p) * (kQueries / 64);
 #pragma unroll 1
   for (int i = own < 0 ? 0 : -1; i < count + groups.end - groups.begin; ++i) {
     const int tile = i < 0 ? own : tiles.begin + i, group = groups.begin + i - count;
@@ -320,9 +320,10 @@ __device__ __forceinline__ void exact_suspects(const Params& p, const Suspects& 
       } else {
         const int of = tile / boxes, head_index = of / tiles_of_head;
         const int batch = head_index / p.query_heads, column = 64 * (tile - of * boxes);
-        rows = wrong_queries(p, batch, head_index - batch * p.query_heads,
-                             64 * (of - head_index * tiles_of_head) + exact::kRows * warp,
-                             exact::kRows, {column, column + 64});
+        rows =
+            wrong_queries(p, batch, head_index - batch * p.query_heads,
+                          64 * (of - head_index * tiles_of_head) + exact::kRows * warp,
+                          exact::kRows, kEarly ? Range{0, kHeadDim} : Range{column, column + 64});
       }
       exact_gradients(p, rows);
     }

@@ -23,9 +23,12 @@ struct FinishTile {
     *reinterpret_cast<uint32*>(elements + row * kPitch + column) = Of::pack(low, high);
   }
   // Eight elements of a row, to columns of `to`, a row of dq.
-  __device__ __forceinline__ void store(int row, int column, uint16* to, int to_column) const {
+  __device__ __forceinline__ void store(int row, int column, uint16* to, int to_column,
+                                        int before = 0) const {
     const uint4 piece = *reinterpret_cast<const uint4*>(elements + row * kPitch + column);
-    if constexpr (kWholePieces) {
+    if constexpr (kEarlyColumns<kHeadDim> > 0) {
+      store_early<kHeadDim>(to, to_column, before, piece);
+    } else if constexpr (kWholePieces) {
       __stcs(reinterpret_cast<uint4*>(to + to_column), piece);
     } else {
       store_piece<kHeadDim>(to, to_column, piece);
@@ -40,7 +43,8 @@ struct FinishTile<Float32> {
   __device__ __forceinline__ void set(int row, int column, float low, float high) {
     *reinterpret_cast<float2*>(elements + row * kPitch + column) = float2{low, high};
   }
-  __device__ __forceinline__ void store(int row, int column, float* to, int to_column) const {
+  __device__ __forceinline__ void store(int row, int column, float* to, int to_column,
+                                        int = 0) const {
     const Eight piece = load_piece<kPitch>(elements + row * kPitch, column);
     if constexpr (kWholePieces) {  // dk's and dv's too, which may be wider than dq
       store_piece<8>(to + to_column, 0, piece);
@@ -196,9 +200,10 @@ __device__ __forceinline__ bool store_results(const Params& p, Tile& tile, Suspe
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
-    if (row0 + r < p.query_len && box * 64 + c < kHeadDim) {
+    const int before = columns_before<kHeadDim>(head);
+    if (row0 + r < p.query_len && box * 64 + c < before + kHeadDim) {
       const int64 at = query_row(p, batch, row0 + r, head) * kHeadDim;
-      tile.store(r, c, static_cast<ResultElement::Bits*>(p.dquery) + at, box * 64 + c);
+      tile.store(r, c, static_cast<ResultElement::Bits*>(p.dquery) + at, box * 64 + c, before);
     }
   }
   return repairs;

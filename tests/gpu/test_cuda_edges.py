@@ -63,6 +63,13 @@ SHAPES = (
     # Copies with columns of zeros beside them.
     C("padded 100 36", H=100, Hv=36, T=1030, S=1050, N=4, K=2, causal=True, with_lse=True,
       bias="1n1s", batch=(1,)),
+    *(C(f"boxes begin early {H} {Hv}", H=H, Hv=Hv, T=T, S=S, N=8, batch=(1,), causal=causal,
+        dtype=dtype, with_lse=True)
+      for H, Hv, T, S, causal, dtype in [(36, 36, 1030, 1050, True, HALF),
+                                         (67, 101, 1024, 2050, False, "float16"),
+                                         (58, 58, 1100, 1030, True, HALF),
+                                         (100, 64, 1030, 1024, False, HALF),
+                                         (197, 250, 70, 190, True, HALF)]),
     C("padded 250 129", H=250, Hv=129, T=1030, S=1050, N=1, batch=(1,), deterministic=True),
     C("padded float32", H=33, T=1030, S=1050, N=1, batch=(1,), dtype="float32"),
     # Whole tiles of queries: dq holds half of its own sum.
@@ -211,6 +218,24 @@ def test_visible_infinities_and_nan_spread_as_defined(dtype: str):
     assert np.isnan(out[1, 20:, 1, 7]).all()
     out[0, 100:, 0, 5] = out[1, 20:, 1, 7] = 0
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_head_reaches_no_other(poison: float):
+    """Tiles have columns of the heads beside theirs, where 8 does not divide a head dim."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    clean = [jax.random.normal(key, (1, 1100, 4, 36), HALF) for key in keys]
+
+    @jax.jit
+    def run(q, k, v, dout):
+        attend = functools.partial(jax_flash.flash_attention, is_causal=True, backend="cuda")
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    dirty = run(*(x.at[:, 30, 1].set(poison) for x in clean))
+    others = np.array([0, 2, 3])
+    for name, want, got in zip(("out", "dq", "dk", "dv"), run(*clean), dirty, strict=True):
+        near(got[:, :, others], want[:, :, others], name)
 
 
 def test_hidden_nan_beside_all_rows_of_a_long_sequence():

@@ -70,7 +70,7 @@ def test_says_who_loads_the_rows(head_dim, uncompiled):
     q = jax.ShapeDtypeStruct((2, 512, 8, head_dim), jnp.bfloat16)
     explanation = jax_flash.explain(q, q, q, gpu="H200")
     assert explanation.backend == "cuda"
-    assert str(explanation).count("rows loaded by warps") == (2 if head_dim % 8 else 0)
+    assert str(explanation).count("rows loaded by warps") == (1 if head_dim % 8 else 0)
 
 
 @needs_module

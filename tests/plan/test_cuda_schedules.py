@@ -65,6 +65,8 @@ def call_of(words: str) -> tuple[Problem, Shapes]:
         if word[0].isdigit():
             head_dim, _, value_dim = word.partition("/")
             change = {"head_dim": int(head_dim), "value_dim": int(value_dim or head_dim)}
+            if int(head_dim) % 8:  # 8 divides no row of these heads either
+                change |= {"q_heads": 15, "kv_heads": 15}
         elif word in FUNCTIONS:
             names = dict.fromkeys(("batch", "head", "query", "key"), "int32")
             arguments = {"score": "float32", **names}

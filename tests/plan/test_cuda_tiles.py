@@ -10,6 +10,7 @@ from jax_flash import _gpu
 from jax_flash._call import Call
 from jax_flash._gpu import spec
 from jax_flash._gpu.sizes import evaluate
+from jax_flash._gpu.sm90.hopper import early_dims, early_dims_backward, multiprocessors
 from jax_flash._ops import passes
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
@@ -40,7 +41,9 @@ def test_forward_tilings_fit_the_gpu(head_dim, value_dim, window):
     problem = dataclasses.replace(PLAIN, window=window)
     made = plan("forward", problem, replace_dims(head_dim, value_dim))
     tiling = made.tiling
-    assert (tiling.head_dim, tiling.value_dim) == (head_dim, value_dim)
+    dims = early_dims(problem, replace_dims(head_dim, value_dim)) or (head_dim, value_dim)
+    assert (tiling.head_dim, tiling.value_dim) == dims
+    assert (made.constants["kHeadDim"], made.constants["kValueDim"]) == (head_dim, value_dim)
     assert tiling.block_kv % 16 == 0
     assert tiling.block_kv <= 256
     assert made.shared_bytes <= H200.shared_bytes
@@ -63,7 +66,8 @@ def test_queries_are_held_where_registers_are_left():
 def test_backward_tilings_fit_the_gpu(head_dim, value_dim, softcap):
     problem = dataclasses.replace(PLAIN, softcap=softcap)
     made = plan("backward", problem, replace_dims(head_dim, value_dim))
-    assert (made.tiling.head_dim, made.tiling.value_dim) == (head_dim, value_dim)
+    dims = early_dims_backward(problem, replace_dims(head_dim, value_dim)) or (head_dim, value_dim)
+    assert (made.tiling.head_dim, made.tiling.value_dim) == dims
     assert made.shared_bytes <= H200.shared_bytes
 
 
@@ -237,10 +241,23 @@ def test_rings_of_long_calls_have_numbers_of_32_bits(window, kv_heads, dim):
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("dims", [(60, 64), (64, 60), (33, 7), (250, 128)])
 def test_warps_load_rows_that_tma_cannot(which, dims):
-    assert reasons(shapes=replace_dims(*dims)) == [(), ()]
-    aligned = replace_dims(*(-(-dim // 8) * 8 for dim in dims))
-    assert not plan(which, shapes=replace_dims(*dims)).tiling.tma_loads
+    odd, aligned = (
+        dataclasses.replace(replace_dims(*of), q_heads=7, kv_heads=7)
+        for of in (dims, [-(-dim // 8) * 8 for dim in dims])
+    )
+    assert reasons(shapes=odd) == [(), ()]
+    assert not plan(which, shapes=odd).tiling.tma_loads
     assert plan(which, shapes=aligned).tiling.tma_loads
+
+
+def test_boxes_begin_early_where_rows_of_all_heads_are_aligned():
+    shapes = dataclasses.replace(replace_dims(100, 36), q_heads=6, kv_heads=6)
+    assert early_dims(PLAIN, shapes) == (104, 40)
+    made = plan("forward", shapes=shapes)
+    assert (made.tiling.early, made.tiling.tma_loads) == (True, True)
+    for change in ({"kv_heads": 3}, {"q_heads": 7, "kv_heads": 7}, {"head_dim": 251}):
+        assert early_dims(PLAIN, dataclasses.replace(shapes, **change)) is None
+    assert early_dims(dataclasses.replace(PLAIN, dtype="float32"), shapes) is None
 
 
 @pytest.mark.parametrize("which", PASSES)
@@ -321,7 +338,7 @@ def test_scores_stored_for_a_shared_bias(family, batch, length, heads, kv_heads,
 
 
 def test_plan_prints_what_was_chosen():
-    text = str(plan("forward", shapes=replace_dims(100, 100)))
+    text = str(plan("forward", shapes=dataclasses.replace(replace_dims(100, 100), q_heads=32)))
     assert text.startswith("sm90/forward.cuh\n")
     assert "block_kv 128" in text
     assert "rows loaded by warps" in text

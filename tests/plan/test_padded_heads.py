@@ -42,6 +42,18 @@ def test_sizes():
     assert padded(short) == short
 
 
+def test_boxes_begin_early_where_rows_of_all_heads_are_aligned():
+    """Heads of their own keys, and rows of 8 n elements: plain gradients up to 128 columns."""
+    own = dataclasses.replace(SHAPES, kv_heads=4, q_len=4096, kv_len=4096)
+    for which in ("forward", "backward"):
+        assert padded(own, which=which) == own
+    wide = dataclasses.replace(own, head_dim=196, value_dim=196)
+    assert padded(wide, which="forward") == wide
+    assert padded(wide) == dataclasses.replace(wide, head_dim=200, value_dim=200)
+    unaligned = dataclasses.replace(own, q_heads=5, kv_heads=5)
+    assert padded(unaligned) == dataclasses.replace(unaligned, head_dim=104, value_dim=40)
+
+
 def test_other_kernels_load_any_rows():
     assert padded(SHAPES, gpu="A100") == SHAPES
     assert padded(SHAPES, dtype="float32", precision="high") == SHAPES
@@ -72,10 +84,13 @@ def test_program(dtype: str):
 
 @needs_module
 def test_explanation_says_so():
-    q = jax.ShapeDtypeStruct((2, 1024, 4, 100), jnp.bfloat16)
-    text = str(jax_flash.explain(q, q, q, gpu="H200"))
+    q, k = (jax.ShapeDtypeStruct((2, 1024, heads, 100), jnp.bfloat16) for heads in (4, 2))
+    text = str(jax_flash.explain(q, k, k, gpu="H200"))
     assert text.count("head dims padded from 100/100 to 104/104") == 1
     assert text.count("rows loaded by warps") == 1
+    alone = str(jax_flash.explain(q, q, q, gpu="H200"))
+    assert "padded" not in alone
+    assert alone.count("early True") == 2
 
 
 def test_columns_of_zeros_change_nothing():

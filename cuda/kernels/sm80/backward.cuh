@@ -17,6 +17,7 @@
 //   bool kHalves              which are two float16 (halves.cuh), else bfloat16
 //   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   int kHeadDim, kValueDim   exact sizes, at most 512
+//   bool kEarly               false (early.cuh)
 //   int kBlockQ               queries of a block: 64
 //   int kStepQueries          of a step: 16, 32 or 64
 //   int kMostQueries          that a warp takes at once: 16 or 32

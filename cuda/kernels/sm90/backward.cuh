@@ -21,6 +21,7 @@
 //   bool kHalves              float32 as two float16: sm90_float32/backward.cuh
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   int kHeadDim, kValueDim   exact sizes
+//   bool kEarly               8 does not divide a dim, and boxes begin up to 14 bytes before a head
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
 //                             tile.cuh
 //   int kBlockQ                queries per step: 64, or 128 when both dims are at most 64 and

@@ -12,10 +12,11 @@ namespace backward {
 // One box of 64 columns after the other; two planes are two heads side by side.
 template <int kBoxes, int kBoxBytes, int kPlanes = 1>
 __device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uint32 full,
-                                          uint64 policy, int head, int row, int batch) {
+                                          uint64 policy, int head, int row, int batch,
+                                          int column = 0) {
 #pragma unroll
   for (int i = 0; i < kPlanes * kBoxes; ++i) {
-    ptx::tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * (i % kBoxes),
+    ptx::tma_load(tile + i * kBoxBytes, &map, full, policy, column + 64 * (i % kBoxes),
                   kPlanes * head + i / kBoxes, row, batch);
   }
 }
@@ -34,9 +35,27 @@ struct Loader {
       copy_key_block<kKeys, kLoadWarps>(rows, array, tile, p.kv_len - u.key0);
       release(full);
     } else if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys, kParts> + more_bytes);
-      fetch_key_block<kDim, kKeys, kParts>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0,
-                                           u.batch);
+      constexpr int kColumns = kTileColumns<kDim>;
+      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kColumns, kKeys, kParts> + more_bytes);
+      const int head = u.kv_head;
+      fetch_key_block<kColumns, kKeys, kParts>(tile, map, full, ptx::kEvictNormal, box_head(head),
+                                               u.key0, u.batch, box_column<kDim>(head));
+    }
+  }
+  // Where K or V arrives by TMA: with kEarly this warp hands it on when others' columns are zeroed.
+  template <int kDim>
+  static __device__ __forceinline__ uint32 arrives_at(uint32 full, int which) {
+    if constexpr (kEarlyColumns<kDim> > 0) return at(&EarlyShared<true>::landed, which);
+    return full;
+  }
+  template <int kDim>
+  __device__ __forceinline__ void hand_on(const volatile UnitRecord& u, uint32 tile, uint32 full,
+                                          int which, uint32 received) const {
+    if constexpr (kEarlyColumns<kDim> > 0) {
+      wait_together(at(&EarlyShared<true>::landed, which), parity_of<1>(received));
+      clear_others<kDim, kKeys, 32>(tile, columns_before<kDim>(u.kv_head), threadIdx.x % 32);
+      ptx::fence_async_proxy();
+      release(full);
     }
   }
   // With kPairs: the boxes of the other CTA's keys that this one reads, at the barrier of its own.
@@ -55,13 +74,14 @@ struct Loader {
                                                uint32 numbers, const float* source, uint32 full,
                                                int head, int row, int batch,
                                                uint32 more_bytes = 0) {
-    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
+    constexpr int kBoxes = ceil_div(kTileColumns<kDim>, kBoxColumns);  // of a plane
     if (threadIdx.x == 0) {
       const uint32 number_bytes = kCompact ? min(stored_rows(p), kQueries) * 4 : kQueries * 4;
       ptx::barrier_arrive_expect(
           full, (kTmaLoads ? kParts * kBoxes * kBoxQ : 0) + number_bytes + more_bytes);
       if constexpr (kTmaLoads) {
-        load_tile<kBoxes, kBoxQ, kParts>(tile, map, full, ptx::kEvictLast, head, row, batch);
+        load_tile<kBoxes, kBoxQ, kParts>(tile, map, full, ptx::kEvictLast, box_head(head), row,
+                                         batch, box_column<kDim>(head));
       }
       ptx::bulk_load(numbers, source, number_bytes, full);
     }
@@ -90,7 +110,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void run() {
-    uint32 received = 0, iteration = 0;
+    uint32 received = 0, iteration = 0, handed = 0;  // handed: units with keys
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
       if (u.step == 0) break;
@@ -121,8 +141,8 @@ struct Loader {
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first && !kGivesBackEarly) {
           wait_together(at(&Shared::key_empty), free);
-          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full),
-                              kPairBoxes * kBoxK);
+          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data,
+                              arrives_at<kHeadDim>(at(&Shared::key_full), 0), kPairBoxes * kBoxK);
           load_keys_of_other(u);
         }
         const uint32 dout_slot = stage_of<kDoutStages>(iteration);
@@ -135,11 +155,15 @@ struct Loader {
           first = false;
           wait_together(at(&Shared::value_empty), free);
           load_keys<kValueDim>(u, at(&Shared::value), p.value, p.value_data,
-                               at(&Shared::value_full));
+                               arrives_at<kValueDim>(at(&Shared::value_full), 1));
           if (kGivesBackEarly) {
             wait_together(at(&Shared::key_empty), free);
-            load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
+            load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data,
+                                arrives_at<kHeadDim>(at(&Shared::key_full), 0));
           }
+          hand_on<kHeadDim>(u, at(&Shared::key), at(&Shared::key_full), 0, handed);
+          hand_on<kValueDim>(u, at(&Shared::value), at(&Shared::value_full), 1, handed);
+          ++handed;
         }
         ++iteration;
       }

@@ -112,7 +112,11 @@ __device__ __forceinline__ void store_result_row(const float (&values)[kCount], 
 #pragma unroll
     for (int g = 0; g < kPieces; ++g) {
       const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
-      if (column < kDim) {
+      if constexpr (kEarlyColumns<kDim> > 0) {  // rows of all heads are of whole pieces
+        store_early<kDim>(
+            to, column, static_cast<int>(at % 8),
+            uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});
+      } else if (column < kDim) {
         store_piece<kDim>(
             to, column,
             uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});

@@ -31,6 +31,7 @@ inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
 // With kPairs: boxes of the other CTA's keys that this one reads, half of the columns.
 inline constexpr int kPairBoxes = kPairs ? ceil_div(kHeadBoxes, 2) : 0;
+static_assert(!kEarly || (kTmaLoads && !kPairs && !kRing && !kCompact && kDqRowBytes == 0));
 static_assert(!kPairs || (kTmaLoads && !kCompact && !kRing && kParts == 1));
 
 inline constexpr int kScoreWarps = 4 * kScoreWarpgroups;  // that read Q and dO
@@ -52,8 +53,18 @@ static_assert(kOwnTurns * kPair == kTurnParts && kOwnTurns <= kTurns);
 template <int kPlanes>
 struct OwnShared {};
 
+// With kEarly: K and V have come by TMA, see early.cuh.
+template <bool kUsed>
+struct EarlyShared {};
+template <>
+struct EarlyShared<true> {
+  Barrier landed[2];
+};
+
 // What all roles share; the main kernels add tiles of their own. Barriers are named by their event.
-struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OwnShared<kParts> {
+struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>,
+                              OwnShared<kParts>,
+                              EarlyShared<kEarly> {
   Barrier unit_full[kUnits], unit_empty[kUnits];
   Barrier unit_asked;
   Barrier key_full, key_empty;
@@ -163,6 +174,9 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
       ptx::barrier_init_lanes(at(&Shared::pair_heard, i), 1);
     }
   }
+  if constexpr (kEarly) {
+    for (int i = 0; i < 2; ++i) ptx::barrier_init(at(&EarlyShared<true>::landed, i), 1);
+  }
   ptx::barrier_init(at(&Shared::key_full), kKeyArrivals);
   ptx::barrier_init(at(&Shared::key_empty), key_readers);
   ptx::barrier_init(at(&Shared::value_full), kKeyArrivals);
@@ -240,10 +254,12 @@ struct Planner {
     if constexpr (kGivesBackEarly && kTmaLoads) {  // K and V on their way to L2
       if (leader && !stop && walk.count > 0) {
         for (int box = 0; box < kHeadBoxes; ++box) {
-          ptx::tma_prefetch(&p.key, 64 * box, u.kv_head, u.key0, u.batch);
+          ptx::tma_prefetch(&p.key, box_column<kHeadDim>(u.kv_head) + 64 * box, box_head(u.kv_head),
+                            u.key0, u.batch);
         }
         for (int box = 0; box < kValueBoxes; ++box) {
-          ptx::tma_prefetch(&p.value, 64 * box, u.kv_head, u.key0, u.batch);
+          ptx::tma_prefetch(&p.value, box_column<kValueDim>(u.kv_head) + 64 * box,
+                            box_head(u.kv_head), u.key0, u.batch);
         }
       }
     }

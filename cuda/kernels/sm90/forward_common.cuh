@@ -3,6 +3,7 @@
 // The constants it is specialised by are listed in forward.cuh. Read forward_walk.cuh next.
 #pragma once
 
+#include "early.cuh"
 #include "fragment.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
@@ -18,10 +19,11 @@ namespace forward {
 
 inline constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup
 inline constexpr int kUnitRows = kWarpgroupRows * kConsumers;
-inline constexpr int kHeadColumns = kFloat8 ? kHeadDim / 2 : kHeadDim;  // of 16 bits
+inline constexpr int kHeadTile = kTileColumns<kHeadDim>, kValueTile = kTileColumns<kValueDim>;
+inline constexpr int kHeadColumns = kFloat8 ? kHeadDim / 2 : kHeadTile;  // of 16 bits
 inline constexpr int kHeadBoxes = kParts * ceil_div(kHeadColumns, kBoxColumns);
-inline constexpr int kValueBoxes = kParts * ceil_div(kValueDim, kBoxColumns);
-inline constexpr int kValueColumns = round_up(kValueDim, 16);
+inline constexpr int kValueBoxes = kParts * ceil_div(kValueTile, kBoxColumns);
+inline constexpr int kValueColumns = round_up(kValueTile, 16);
 inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  // of one warpgroup
 inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
 // Float8 values come as columns, of 128 keys each (sm90_float8/forward_operands.cuh).
@@ -38,7 +40,7 @@ inline constexpr int kPageRows =
     kFromPages ? common_divisor(kPageSize, kTails ? kTailKeys : kBlockKV) : kBlockKV;
 inline constexpr int kPieces = kBlockKV / kPageRows;
 using KeyBlock = KeyTile<kHeadColumns, kBlockKV, kWholeRows>;
-using ValueBlock = KeyTile<kValueDim, kBlockKV, kWholeRows>;
+using ValueBlock = KeyTile<kValueTile, kBlockKV, kWholeRows>;
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
 inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1 + kTails);
@@ -56,8 +58,12 @@ static_assert(!kFloat8 || (kBlockKV == kBoxRowBytes && kTmaLoads && kPackedHeads
 static_assert(!kSumsByProduct || (kFloat8 && kApart && !kListsBlocks && kValueDim < kBlockKV));
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");
-static_assert(kTmaLoads ? kParts > 1 || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic,
+static_assert(kTmaLoads ? kParts > 1 || kEarly || (kHeadDim % 8 == 0 && kValueDim % 8 == 0)
+                        : !kDynamic,
               "planes are padded");
+static_assert(!kEarly || (kTmaLoads && kParts == 1 && !kFloat8 && !kFromPages && !kHoldsQueries &&
+                          kPackedHeads == 1),
+              "a head of queries and its keys have the same columns before them");
 static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert(!kHoldsQueries ||
               (kTmaLoads && kQueryStages == 1 && kParts == 1 && !kFloat8 && kHeadDim % 16 == 0));

@@ -46,10 +46,17 @@ struct Loads {
                                            p.kv_len - first_key);
       arrive(barrier);
     } else {
-      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV, kParts> + more_bytes);
-      fetch_key_block<kDim, kBlockKV, kParts>(ptx::shared_address(buffer), map, barrier,
-                                              ptx::kEvictLast, head, block * kBlockKV + origin,
-                                              batch);
+      constexpr int kColumns = kEarly ? kTileColumns<kDim> : kDim;
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kColumns, kBlockKV, kParts> + more_bytes);
+      if constexpr (kEarly) {
+        fetch_key_block<kColumns, kBlockKV>(ptx::shared_address(buffer), map, barrier,
+                                            ptx::kEvictLast, 0, block * kBlockKV + origin, batch,
+                                            box_column<kDim>(head));
+      } else {
+        fetch_key_block<kDim, kBlockKV, kParts>(ptx::shared_address(buffer), map, barrier,
+                                                ptx::kEvictLast, head, block * kBlockKV + origin,
+                                                batch);
+      }
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -74,8 +81,9 @@ struct Loads {
       if constexpr (kListsBlocks) {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
-      load_block<kHeadColumns>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
-                               block, unit.batch, walk.origin(), kBiasBytes);
+      load_block<kFloat8 ? kHeadColumns : kHeadDim>(p.key, p.key_data, shared.key[stage],
+                                                    &shared.key_full[stage], head, block,
+                                                    unit.batch, walk.origin(), kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
@@ -214,10 +222,11 @@ struct Loads {
   }
   // Where a box of queries lies: two planes are two heads side by side.
   static constexpr int kPlaneBoxes = kHeadBoxes / kParts;
-  static __device__ __forceinline__ int column_of(int box) {
-    return (kParts > 1 ? box % kPlaneBoxes : box) * kBoxColumns;
+  static __device__ __forceinline__ int column_of(int head, int box) {
+    return box_column<kHeadDim>(head) + (kParts > 1 ? box % kPlaneBoxes : box) * kBoxColumns;
   }
   static __device__ __forceinline__ int head_of(int head, int box) {
+    if constexpr (kEarly) return box_head(head);
     return kParts > 1 ? kParts * head + box / kPlaneBoxes : head * kPackedHeads;
   }
   __device__ __forceinline__ void send_query(const UnitInfo& unit, int warpgroup) {
@@ -235,7 +244,7 @@ struct Loads {
 #pragma unroll 1
         for (int box = 0; box < kHeadBoxes; ++box) {
           ptx::tma_load(target + box * kWarpgroupRows * kBoxRowBytes, &p.query, barrier,
-                        ptx::kEvictFirst, column_of(box), head_of(unit.head, box),
+                        ptx::kEvictFirst, column_of(unit.head, box), head_of(unit.head, box),
                         (unit.first_row + warpgroup * kWarpgroupRows) / kPackedHeads,
                         query_batch(p, unit.batch));
         }
@@ -314,7 +323,7 @@ struct Producer : Loads {
     if (lane() < kConsumers) {
 #pragma unroll 1
       for (int box = 0; box < kHeadBoxes; ++box) {
-        ptx::tma_prefetch(&p.query, column_of(box), head_of(next.head, box),
+        ptx::tma_prefetch(&p.query, column_of(next.head, box), head_of(next.head, box),
                           (next.query_block * kUnitRows + lane() * kWarpgroupRows) / kPackedHeads,
                           next.batch);
       }

@@ -10,10 +10,10 @@ namespace forward {
 
 // The operands in a thread's registers, and how products of a block become scores and output.
 struct Operands {
-  using Weight = Element;                        // the range of the weights
-  static constexpr bool kAddsBlocks = false;     // a block's output is a sum of its own
-  static constexpr bool kFindsTurn = false;      // a warpgroup's number is not kept for its turns
-  static constexpr bool kNanMayBeWrong = false;  // of a row whose lse is NaN
+  using Weight = Element;                         // the range of the weights
+  static constexpr bool kAddsBlocks = false;      // a block's output is a sum of its own
+  static constexpr bool kFindsTurn = false;       // a warpgroup's number is not kept for its turns
+  static constexpr bool kNanMayBeWrong = kEarly;  // of a row whose lse is NaN
   struct UnitFactor {};
   uint32 weights[kBlockKV / 4];
   uint32 queries[kHoldsQueries ? kHeadDim / 16 : 1][4];
@@ -56,7 +56,7 @@ struct Operands {
   __device__ __forceinline__ void issue_scores(const ForwardParams&, Scores& scores,
                                                ptx::Descriptor query, ptx::Descriptor key) const {
 #pragma unroll
-    for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
+    for (int i = 0; i < ceil_div(kHeadTile, 16); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
       const uint64 right = key.at(box * KeyBlock::kBoxBytes + inner);
       if constexpr (kHoldsQueries) {

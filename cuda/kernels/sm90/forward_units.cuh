@@ -27,7 +27,11 @@ struct OutputRow {
 #pragma unroll
     for (int g = 0; g < kPieces / 4; ++g) {
       const int column = 8 * (4 * g + c);
-      if (kValueDim % 32 == 0 || column < kValueDim) {
+      if constexpr (kEarlyColumns<kValueDim> > 0) {  // rows of all heads are of whole pieces
+        const int before = static_cast<int>(reinterpret_cast<uint64>(out) / 2 % 8);
+        const uint4 piece{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]};
+        store_early<kValueDim>(out, column, before, empty ? make_uint4(0, 0, 0, 0) : piece);
+      } else if (kValueDim % 32 == 0 || column < kValueDim) {
         store_piece<kValueDim>(out, column,
                                empty ? make_uint4(0, 0, 0, 0)
                                      : make_uint4(pieces[4 * g], pieces[4 * g + 1],
@@ -155,9 +159,16 @@ struct UnitResults : Warpgroup {
     p.marks[unit * kWarpsOfConsumers + of_team] = rows;
   }
   // With kHoldsQueries: takes the queries of a unit that has been read, and gives their buffer
-  // back. A template: not all operands do.
+  // back. A template: not all operands do. With kEarly: zeroes what is of other heads.
   template <class Of>
   __device__ __forceinline__ void take_queries(Of& of) {
+    if constexpr (kEarlyColumns<kHeadDim> > 0) {
+      clear_others<kHeadDim, kWarpgroupRows, 128>(
+          start + JF_OFFSET(query) + kQueryBytes * (kConsumers * query_stage() + warpgroup),
+          columns_before<kHeadDim>(unit().head), ptx::opaque(threadIdx.x) % 128);
+      ptx::fence_async_proxy();
+      ptx::named_barrier_sync(kWarpgroupBarrier - 1 + ptx::warp_index() / 4, 128);
+    }
     if constexpr (kHoldsQueries) {
       of.take_queries(start + JF_OFFSET(query) +
                       kQueryBytes * (kConsumers * query_stage() + warpgroup));

@@ -26,16 +26,17 @@ struct KeyTile {
 };
 
 // Loads the block by TMA; one thread calls, when the bytes are announced at the barrier `full`. Two
-// planes are two heads side by side.
+// planes are two heads side by side. `column`: where the head's box begins in the map's rows.
 template <int kDim, int kRows, int kPlanes = 1>
 __device__ __forceinline__ void fetch_key_block(uint32 tile, const TensorMap& map, uint32 full,
                                                 uint64 policy, int kv_head, int first_key,
-                                                int batch) {
+                                                int batch, int column = 0) {
   constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
 #pragma unroll
   for (int i = 0; i < kPlanes * kBoxes; ++i) {
-    ptx::tma_load(tile + i * kRows * kBoxRowBytes, &map, full, policy, i % kBoxes * kBoxColumns,
-                  kPlanes * kv_head + i / kBoxes, first_key, batch);
+    ptx::tma_load(tile + i * kRows * kBoxRowBytes, &map, full, policy,
+                  column + i % kBoxes * kBoxColumns, kPlanes * kv_head + i / kBoxes, first_key,
+                  batch);
   }
 }
 // The same by kWarps warps, ready once their arrivals have been seen; `rows` from its first key on,

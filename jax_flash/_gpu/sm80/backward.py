@@ -107,6 +107,7 @@ class BackwardTiling:
         """Returns the constants that the kernels are compiled with, but for two of `plan`."""
         return {
             **problem_constants(problem, shapes),
+            "kEarly": False,
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kBlockQ": self.block_q,

@@ -24,7 +24,12 @@ from jax_flash._gpu.sm90.forward import choose_forward, packs_heads
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import multiprocessors, tma_loads_of
+from jax_flash._gpu.sm90.hopper import (
+    early_dims,
+    early_dims_backward,
+    multiprocessors,
+    tma_loads_of,
+)
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_wide, known
 from jax_flash._gpu.workspaces import blocks
@@ -109,6 +114,9 @@ class Sm90(Family):
         forward = call.target == "forward" and not call.problem.split
         least = _PADDED_FROM_FORWARD if forward else _PADDED_FROM
         if tma_loads_of(shapes) or min(readers) < least:
+            return shapes
+        dims_of_boxes = early_dims if call.target == "forward" else early_dims_backward
+        if dims_of_boxes(call.problem, shapes) is not None:
             return shapes
         head_dim, value_dim = (-(-dim // 8) * 8 for dim in (shapes.head_dim, shapes.value_dim))
         return dataclasses.replace(shapes, head_dim=head_dim, value_dim=value_dim)

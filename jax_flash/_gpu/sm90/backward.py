@@ -12,7 +12,12 @@ from collections.abc import Callable
 from jax_flash._gpu import emit
 from jax_flash._gpu.sm90.backward_ring import with_ring
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
+from jax_flash._gpu.sm90.hopper import (
+    L2_SHARE,
+    early_dims_backward,
+    multiprocessors,
+    tma_loads_of,
+)
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import (
     bytes_of_bias,
@@ -38,6 +43,10 @@ from jax_flash._problem import Problem, Shapes
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
+    if (dims := early_dims_backward(problem, shapes)) is not None:
+        of_tiles = dataclasses.replace(shapes, head_dim=dims[0], value_dim=dims[1])
+        tiling = _tiling(_Backward(problem, of_tiles, gpu, early=True))
+        return dataclasses.replace(tiling, early=True)
     asked = _Backward(problem, shapes, gpu)
     if is_highest(problem):
         tiling = BackwardTiling(
@@ -116,7 +125,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         return spare(problem, shapes, tiled)
     if asked.pairs:
         tiling = dataclasses.replace(tiling, pairs=True)
-    ring = tiling if asked.few else with_ring(problem, shapes, gpu, tiling)
+    ring = tiling if asked.few or asked.early else with_ring(problem, shapes, gpu, tiling)
     return spare(problem, shapes, ring)
 
 
@@ -129,6 +138,7 @@ class _Backward:
     gpu: GpuSpec
     few: bool = False  # rows or columns: scratch is scarce
     splits: bool = True  # few short units into ones of fewer heads
+    early: bool = False  # boxes begin before a head: sums of dq lie apart, all at once
     in_order: bool = False  # of a deterministic problem, whose dk and dv have one unit each
 
     @property
@@ -264,7 +274,7 @@ class _Backward:
         With segments it lies apart: 2 to 6 % for as much memory as dq takes.
         """
         apart = is_wide(self.problem) or "query_segments" in self.problem.terms
-        return not (apart or self.stores_dq)
+        return not (apart or self.stores_dq or self.early)
 
     @property
     def last_stores(self) -> bool:

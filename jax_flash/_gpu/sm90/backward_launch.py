@@ -6,6 +6,7 @@ each with these parameters. Read next: cuda/kernels/sm90/backward.cuh.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from jax_flash._call import Call
@@ -70,7 +71,7 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
     if tiling.bias_bytes:
         checks += bias_is_plane()
     return Launch(
-        _params(pass_, shares=bool(names)),
+        _params(pass_, shapes, shares=bool(names)),
         pass_.steps(ahead, more),
         names,
         checks,
@@ -80,10 +81,14 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
 
 def backward_params(problem: Problem, shapes: Shapes, tiling: BackwardTiling) -> Struct:
     """Returns the parameters of the backward kernels, without the gradient of a bias."""
-    return _params(_backward(problem, shapes, tiling), shares=_shares(problem, tiling))
+    pass_ = _backward(problem, shapes, tiling)
+    return _params(pass_, shapes, shares=_shares(problem, tiling))
 
 
 def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
+    if tiling.early:  # sizes of scratch arrays are those of tiles
+        dims = {"head_dim": tiling.head_dim, "value_dim": tiling.value_dim}
+        shapes = dataclasses.replace(shapes, **dims)
     return Backward(problem, shapes, tiling, "flash_backward", persistent=True, **with_)
 
 
@@ -93,14 +98,14 @@ def _shares(problem: Problem, tiling: BackwardTiling) -> bool:
     return halves or tiling.shares
 
 
-def _params(pass_: Backward, *, shares: bool) -> Struct:
+def _params(pass_: Backward, of_arrays: Shapes, *, shares: bool) -> Struct:
     problem, shapes, tiling = pass_.problem, pass_.shapes, pass_.tiling
     fields = pass_.fields()
     rings = tiling.ring_sets > 0
     units = tiling.unit_heads > 0
-    dims = {"q": shapes.head_dim, "k": shapes.head_dim, "v": shapes.value_dim}
-    dims |= {"dout": shapes.value_dim, "dq": shapes.head_dim}
-    dims |= {"dk": shapes.head_dim, "dv": shapes.value_dim}
+    head_dim, value_dim = of_arrays.head_dim, of_arrays.value_dim
+    dims = {"q": head_dim, "k": head_dim, "v": value_dim, "dout": value_dim}
+    dims |= {"dq": head_dim, "dk": head_dim, "dv": value_dim}
 
     def array(buffer: str, box_rows: int) -> Map | None:
         if not tiling.tma_loads:
@@ -112,6 +117,8 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
             name = {"q": "query", "k": "key", "v": "value", "dout": "dout"}.get(buffer)
             planes = (B, length, 2 * heads, half_columns(dim))
             return Map(f"{name}_halves", "f16", planes, box_rows) if name else None
+        if tiling.early:  # rows of all heads
+            heads, dim = 1, product(heads, dim)
         return Map(buffer, dtype, (B, length, heads, dim), box_rows)
 
     # Results of a call that is split are float32: the kernels store them themselves.

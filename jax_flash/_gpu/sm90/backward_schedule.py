@@ -21,8 +21,9 @@ def backward_constants(
     """Returns the constants that the kernels are compiled with, but for kHasDlse and kHasDbias."""
     return {
         **problem_constants(problem, shapes),
-        "kHeadDim": tiling.head_dim,
-        "kValueDim": tiling.value_dim,
+        "kHeadDim": shapes.head_dim if tiling.early else tiling.head_dim,
+        "kValueDim": shapes.value_dim if tiling.early else tiling.value_dim,
+        "kEarly": tiling.early,
         "kTmaLoads": tiling.tma_loads,
         "kHalves": tiling.halves,
         "kParts": tiling.parts,
@@ -196,7 +197,8 @@ class BackwardSchedule:
     @property
     def tma_stores(self) -> bool:
         """dK and dV of the narrow kernel leave by TMA, from buffers of 16 bits."""
-        return self.tiling.tma_loads and self.problem.split != "carried"
+        whole = self.tiling.tma_loads and not self.tiling.early
+        return whole and self.problem.split != "carried"
 
     # Units and turns.
 

@@ -22,6 +22,7 @@ class BackwardTiling:
     block_q: int  # queries of one block, a step of the walk
     wide: bool  # the kernel for head dims beyond 128: two warpgroups share a block's products
     tma_loads: bool = True  # as for the forward
+    early: bool = False  # likewise
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0

@@ -129,6 +129,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         if tiling.float8:  # pairs of numbers
             return Map(name[0], "bf16", (B, length, count, dim // 2), box_rows)
         dtype = name_of(problem.dtype)
+        if tiling.early:  # rows of all heads
+            return Map(name[0], dtype, (B, length, 1, product(count, dim)), box_rows)
         if not tiling.page_size or name == "query":
             batch = paged.REQUESTS if tiling.in_common else B
             return Map(name[0], dtype, (batch, length, count, dim), box_rows, box_heads)
@@ -156,7 +158,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         (
             # Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B),
             # strides in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion
-            # 128 B, zero fill. Empty without kTmaLoads; with kHalves of the halves.
+            # 128 B, zero fill. Empty without kTmaLoads; with kHalves of the halves; with kEarly
+            # [B, rows, 1, heads * dim].
             Field(
                 "TensorMap",
                 "query",

@@ -23,6 +23,7 @@ class ForwardTiling:
     block_kv: int  # keys of one block, a multiple of 16
     consumers: int  # warpgroups of 64 query rows, besides the producer's
     tma_loads: bool = True  # TMA loads; it cannot where 8 does not divide a dim
+    early: bool = False  # boxes begin up to 14 bytes before a head, and dims are those of tiles
     stages: int = 2  # blocks of keys and values in flight
     query_stages: int = 1
     holds_queries: bool = False  # in registers, so that the next unit's take their buffer at once

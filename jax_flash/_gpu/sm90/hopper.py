@@ -1,7 +1,10 @@
 """What both passes know of the GPU."""
 
+import math
+
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._problem import Shapes
+from jax_flash._gpu.traits import is_bare, known
+from jax_flash._problem import Problem, Shapes
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
 # partitions). Taken on every GPU: shares of smaller caches were not measured.
@@ -11,6 +14,38 @@ L2_SHARE = 32 << 20
 def multiprocessors(gpu: GpuSpec) -> int:
     """Counts them; of a GPU that is not known as many as an H200 has."""
     return gpu.sms or 132
+
+
+def early_dims(problem: Problem, shapes: Shapes) -> tuple[int, int] | None:
+    """Returns the dims of tiles whose boxes begin before a head, at a multiple of 16 bytes.
+
+    8 does not divide a dim, but a row of all heads; the heads of keys are those of queries, so that
+    a head has the same columns before it in both. None where it is not so, and beside terms or a
+    window to the left, which were not timed.
+    """
+    dims, heads = (shapes.head_dim, shapes.value_dim), shapes.q_heads
+    if tma_loads_of(shapes) or problem.dtype == "float32" or problem.split:
+        return None
+    if not is_bare(problem) or problem.window not in ((None, None), (None, 0)):
+        return None
+    if not isinstance(heads, int) or heads != shapes.kv_heads or min(dims) < 16:
+        return None
+    if any(heads * x % 8 for x in dims):
+        return None
+    before = [(8 - math.gcd(dim, 8)) % 8 for dim in dims]  # columns of a tile, at most
+    head_dim, value_dim = (-(-sum(x) // 8) * 8 for x in zip(dims, before, strict=True))
+    return (head_dim, value_dim) if max(head_dim, value_dim) <= 256 else None
+
+
+def early_dims_backward(problem: Problem, shapes: Shapes) -> tuple[int, int] | None:
+    """Returns the same of a backward pass, which the narrow kernel runs."""
+    dims = early_dims(problem, shapes)
+    lengths = known(shapes.q_len, 0), known(shapes.kv_len, 0)
+    fits = dims is not None and max(dims) <= 128 and min(shapes.head_dim, shapes.value_dim) >= 32
+    return dims if fits and min(lengths) >= _EARLY_BACKWARD else None
+
+
+_EARLY_BACKWARD = 1024  # positions: of fewer warps load
 
 
 def tma_loads_of(shapes: Shapes) -> bool:
