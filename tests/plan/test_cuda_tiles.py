@@ -10,7 +10,7 @@ from jax_flash import _gpu
 from jax_flash._call import Call
 from jax_flash._gpu import spec
 from jax_flash._gpu.sizes import evaluate
-from jax_flash._gpu.sm90.hopper import early_dims, early_dims_backward, multiprocessors
+from jax_flash._gpu.sm90.hopper import early_dims, early_dims_backward
 from jax_flash._ops import passes
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
