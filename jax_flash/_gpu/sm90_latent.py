@@ -198,7 +198,7 @@ def _takes_places(call: Any, shapes: Shapes, parts: int) -> bool:
     """
     if not call.packs or call.latent_rows or not isinstance(shapes.batch, int):
         return False
-    return parts >= 2 * shapes.batch and parts % shapes.batch == 0
+    return 0 < 2 * shapes.batch <= parts and parts % shapes.batch == 0
 
 
 def _parts(batch: Any, most: int) -> int:

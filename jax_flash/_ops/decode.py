@@ -136,7 +136,8 @@ class Decode(Call):
         call = self
         if self.paged:
             *pools, pages = named["k"].shape[:-3]
-            table = named["page_table"].reshape(rows, -1)
+            table = named["page_table"]
+            table = table.reshape(rows, table.shape[-1])
             named["page_table"] = in_one_pool(table, lead, pools, pages)
         elif named["k"].shape[:-3] != lead:  # members that share a cache
             call = dataclasses.replace(call, paged=True)

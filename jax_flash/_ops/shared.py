@@ -51,8 +51,9 @@ def _attend(
     if 0 in (shared.size, table.size, k.size, named["q"].size):
         return attend_rest(call, named)
     positions = shared.size * k.shape[1]
-    heads = HEADS_APART if call.value_dim is not None else min(k.shape[2], HEADS_APART)
     # Others are symbolic, in exports.
+    has_few = call.value_dim is None and isinstance(k.shape[2], int)
+    heads = min(k.shape[2], HEADS_APART) if has_few else HEADS_APART
     if isinstance(positions, int) and positions * heads // HEADS_APART <= MOST_APART:
         return attend_rest(call, named)
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])

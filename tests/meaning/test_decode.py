@@ -134,6 +134,19 @@ def test_no_pages_no_slots_no_columns(shape, backend):
     equal(got.key_cache, arrays["key_cache"])
 
 
+@pytest.mark.parametrize("chosen", [None, 0, 3])
+def test_no_rows_over_pages(chosen, backend):
+    arrays = small(backend, pages=16)
+    for name in ("query", "lengths", "new_key", "new_value", "page_table"):
+        arrays[name] = arrays[name][:0]
+    if chosen is not None:
+        arrays["indices"] = jnp.zeros((0, 2, chosen), jnp.int32)
+    got = decode({"backend": backend}, arrays)
+    assert got.out.shape == (0, 2, 4, 16)
+    assert got.lse.shape == (0, 2, 4)
+    equal(got.key_cache, arrays["key_cache"])
+
+
 @pytest.mark.parametrize("columns", [2**15, 2**15 + 5])
 def test_a_table_of_more_positions_than_a_length_can_have(columns, host_backend):
     """The last position of an int32 length, in pages of 65536: sums of positions overflow."""

@@ -204,3 +204,21 @@ def test_an_export_takes_any_number_of_pages_and_requests(monkeypatch):
     wide |= {"lengths": jnp.append(arrays["lengths"], 7), "shared_pages": SHARED[:2]}
     wide |= {"query_starts": jnp.append(arrays["query_starts"], 9)}
     assert_same(made.call(**arrays | wide), call(**arrays | wide), 2e-6)
+
+
+@pytest.mark.parametrize("most", [-1, 512], ids=["together", "apart"])
+def test_an_export_leaves_the_number_of_kv_heads_open(most, monkeypatch):
+    monkeypatch.setattr(op, "MOST_APART", most)
+    arrays = {name: x for name, x in draw().items() if x is not None} | {"shared_pages": SHARED}
+    (k,) = jax.export.symbolic_shape("k")
+    heads = dict.fromkeys(("key_pages", "value_pages", "new_key", "new_value"), k)
+    heads["query"] = 2 * k
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            (*x.shape[:-2], heads[name], x.shape[-1]) if name in heads else x.shape, x.dtype
+        )
+        for name, x in arrays.items()
+    }
+    call = jax.jit(lambda **x: jax_flash.ragged_paged_attention(**x, backend="cpu"))
+    made = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(**shapes)
+    assert_same(made.call(**arrays), call(**arrays), 2e-6)

@@ -73,3 +73,15 @@ def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
         tiling = _gpu.plan(call, shapes, H200).tiling
         assert tiling.stages >= (2 if dims[0] <= 400 else 1)
         assert tiling.heads == (2 if batch > 31 and dims == (128, 128) else 1)
+
+
+@pytest.mark.parametrize(("batch", "places"), [(0, False), (1, True), (8, True), (128, False)])
+def test_chosen_keys_are_read_as_they_are_where_parts_share_rows(batch, places):
+    call = Decode(PLAIN, None, value_dim=512, paged=True, packs=True)
+    shapes = dataclasses.replace(
+        SHAPES, batch=batch, q_len=1, kv_len=2048, q_heads=16, kv_heads=1,
+        head_dim=576, value_dim=512, page_size=1,
+    )  # fmt: skip
+    made = _gpu.plan(call, shapes, H200)
+    assert made.family == "sm90_latent"
+    assert made.tiling.places == places
