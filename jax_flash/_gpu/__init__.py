@@ -130,7 +130,7 @@ def padded(call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
     results that nobody reads.
     """
     first, *_ = calls(call, shapes, gpu)
-    return choose(first, shapes, gpu).padded(first, shapes)
+    return choose(first, shapes, gpu).padded(first, shapes, gpu)
 
 
 def plans(call: Call, shapes: Shapes, gpu: GpuSpec, *, is_folded: bool = False) -> tuple[Plan, ...]:

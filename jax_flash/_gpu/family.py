@@ -49,7 +49,7 @@ class Family(abc.ABC):
         """Tells whether its kernels take query heads that share keys as one head's queries."""
         return False
 
-    def padded(self, call: Call, shapes: Shapes) -> Shapes:
+    def padded(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
         """Returns the sizes of the arrays that its kernels take, wider where a copy pays."""
         return shapes
 

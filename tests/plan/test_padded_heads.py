@@ -1,6 +1,7 @@
 """Heads whose rows TMA cannot load are padded by copies where each row is read often."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -52,6 +53,24 @@ def test_boxes_begin_early_where_rows_of_all_heads_are_aligned():
     assert padded(wide) == dataclasses.replace(wide, head_dim=200, value_dim=200)
     unaligned = dataclasses.replace(own, q_heads=5, kv_heads=5)
     assert padded(unaligned) == dataclasses.replace(unaligned, head_dim=104, value_dim=40)
+    few = dataclasses.replace(own, batch=1, q_heads=2, kv_heads=2)  # CTAs share backward units
+    assert padded(few) == dataclasses.replace(few, head_dim=104, value_dim=40)
+    assert padded(few, which="forward") == few
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_boxes_that_begin_early_stand_alone(window, deterministic):
+    """What else the backward kernels do with columns of a head would not compile beside them."""
+    problem = Problem("bfloat16", 0.1, window=window, deterministic=deterministic)
+    call, plain = passes(problem)["backward"], window == (None, None) and not deterministic
+    for batch, length, heads, dim in itertools.product((1, 16), (1024, 4096), (2, 8), (36, 116)):
+        shapes = Shapes(batch, length, length, heads, heads, dim, dim)
+        (made,) = _gpu.plans(call, shapes, _gpu.spec.GPUS["H200"])
+        others = ("shares", "compact", "pairs", "ring_sets", "dq_row_bytes")
+        few = plain and (batch, length, heads) == (1, 4096, 2)
+        assert made.tiling.early != few, shapes
+        assert few or not any(getattr(made.tiling, name) for name in others), shapes
 
 
 def test_other_kernels_load_any_rows():

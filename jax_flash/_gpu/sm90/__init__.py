@@ -16,7 +16,7 @@ from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.folding import LENGTHS
 from jax_flash._gpu.plan import Number, Plan
-from jax_flash._gpu.sm90.backward import choose_backward, takes_turns
+from jax_flash._gpu.sm90.backward import choose_backward, early_backward, takes_turns
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
@@ -24,12 +24,7 @@ from jax_flash._gpu.sm90.forward import choose_forward, packs_heads
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import (
-    early_dims,
-    early_dims_backward,
-    multiprocessors,
-    tma_loads_of,
-)
+from jax_flash._gpu.sm90.hopper import early_tiles, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_wide, known
 from jax_flash._gpu.workspaces import blocks
@@ -107,7 +102,7 @@ class Sm90(Family):
             return False
         return fill_together(call, shapes, gpu)
 
-    def padded(self, call: Call, shapes: Shapes) -> Shapes:
+    def padded(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
         """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
         readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
         # Halves of float32 are copies anyhow.
@@ -115,8 +110,11 @@ class Sm90(Family):
         least = _PADDED_FROM_FORWARD if forward else _PADDED_FROM
         if tma_loads_of(shapes) or min(readers) < least:
             return shapes
-        dims_of_boxes = early_dims if call.target == "forward" else early_dims_backward
-        if dims_of_boxes(call.problem, shapes) is not None:
+        if call.target == "forward":
+            early = early_tiles(call.problem, shapes)
+        else:
+            early = early_backward(call.problem, shapes, gpu)
+        if early is not None:
             return shapes
         head_dim, value_dim = (-(-dim // 8) * 8 for dim in (shapes.head_dim, shapes.value_dim))
         return dataclasses.replace(shapes, head_dim=head_dim, value_dim=value_dim)

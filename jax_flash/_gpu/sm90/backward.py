@@ -12,12 +12,7 @@ from collections.abc import Callable
 from jax_flash._gpu import emit
 from jax_flash._gpu.sm90.backward_ring import with_ring
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.sm90.hopper import (
-    L2_SHARE,
-    early_dims_backward,
-    multiprocessors,
-    tma_loads_of,
-)
+from jax_flash._gpu.sm90.hopper import L2_SHARE, early_tiles, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import (
     bytes_of_bias,
@@ -43,10 +38,8 @@ from jax_flash._problem import Problem, Shapes
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
-    if (dims := early_dims_backward(problem, shapes)) is not None:
-        of_tiles = dataclasses.replace(shapes, head_dim=dims[0], value_dim=dims[1])
-        tiling = _tiling(_Backward(problem, of_tiles, gpu, early=True))
-        return dataclasses.replace(tiling, early=True)
+    if (early := early_backward(problem, shapes, gpu)) is not None:
+        return dataclasses.replace(_tiling(early), early=True)
     asked = _Backward(problem, shapes, gpu)
     if is_highest(problem):
         tiling = BackwardTiling(
@@ -65,6 +58,20 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     if tiling.compact:
         return _tiling(dataclasses.replace(asked, few=True))
     return tiling
+
+
+def early_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> _Backward | None:
+    """Returns what a call asks of its tiling whose boxes begin before a head, or None.
+
+    The narrow kernel takes them, but where units share what they add to dk and dv.
+    """
+    of_tiles = early_tiles(problem, shapes)
+    shortest = min(known(shapes.q_len, 0), known(shapes.kv_len, 0))
+    narrowest = min(shapes.head_dim, shapes.value_dim)
+    if of_tiles is None or narrowest < _EARLY_DIM or shortest < _EARLY_SHORTEST:
+        return None
+    asked = _Backward(problem, of_tiles, gpu, early=True)
+    return None if asked.wide or asked.shares else asked
 
 
 def takes_turns(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> bool:
@@ -500,6 +507,7 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
+_EARLY_DIM, _EARLY_SHORTEST = 32, 1024  # heads of 36 and T 1024 are the least that were timed
 _RISING_LONGEST = 16384
 _LAST_STORES_LONGEST = 4096  # keys, full attention
 # Plain calls that take turns unasked: full or causal, by head dim, up to how many queries, and

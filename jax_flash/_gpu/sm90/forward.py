@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_flash._gpu import emit
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import L2_SHARE, early_dims, multiprocessors, tma_loads_of
+from jax_flash._gpu.sm90.hopper import L2_SHARE, early_tiles, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.spills import spills
 from jax_flash._gpu.traits import (
@@ -38,8 +38,7 @@ _LONG = 1536  # queries, and keys, from where they are faster
 
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
-    if (dims := early_dims(problem, shapes)) is not None:
-        of_tiles = dataclasses.replace(shapes, head_dim=dims[0], value_dim=dims[1])
+    if (of_tiles := early_tiles(problem, shapes)) is not None:
         tiling = choose_forward(problem, of_tiles, gpu)
         return dataclasses.replace(tiling, early=True, holds_queries=False)
     tiling = _choose_forward(problem, shapes, gpu)

@@ -1,9 +1,10 @@
 """What both passes know of the GPU."""
 
+import dataclasses
 import math
 
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import is_bare, known
+from jax_flash._gpu.traits import is_bare
 from jax_flash._problem import Problem, Shapes
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
@@ -16,8 +17,8 @@ def multiprocessors(gpu: GpuSpec) -> int:
     return gpu.sms or 132
 
 
-def early_dims(problem: Problem, shapes: Shapes) -> tuple[int, int] | None:
-    """Returns the dims of tiles whose boxes begin before a head, at a multiple of 16 bytes.
+def early_tiles(problem: Problem, shapes: Shapes) -> Shapes | None:
+    """Returns the sizes of tiles whose boxes begin before a head, at a multiple of 16 bytes.
 
     8 does not divide a dim, but a row of all heads; the heads of keys are those of queries, so that
     a head has the same columns before it in both. None where it is not so, and beside terms or a
@@ -34,18 +35,9 @@ def early_dims(problem: Problem, shapes: Shapes) -> tuple[int, int] | None:
         return None
     before = [(8 - math.gcd(dim, 8)) % 8 for dim in dims]  # columns of a tile, at most
     head_dim, value_dim = (-(-sum(x) // 8) * 8 for x in zip(dims, before, strict=True))
-    return (head_dim, value_dim) if max(head_dim, value_dim) <= 256 else None
-
-
-def early_dims_backward(problem: Problem, shapes: Shapes) -> tuple[int, int] | None:
-    """Returns the same of a backward pass, which the narrow kernel runs."""
-    dims = early_dims(problem, shapes)
-    lengths = known(shapes.q_len, 0), known(shapes.kv_len, 0)
-    fits = dims is not None and max(dims) <= 128 and min(shapes.head_dim, shapes.value_dim) >= 32
-    return dims if fits and min(lengths) >= _EARLY_BACKWARD else None
-
-
-_EARLY_BACKWARD = 1024  # positions: of fewer warps load
+    if max(head_dim, value_dim) > 256:
+        return None
+    return dataclasses.replace(shapes, head_dim=head_dim, value_dim=value_dim)
 
 
 def tma_loads_of(shapes: Shapes) -> bool:
