@@ -76,12 +76,20 @@ _taken: dict[str, tuple[str, ...]] = {}  # by each function
 
 
 def hinted(function: F) -> F:
-    """Lets a function's error for an unknown keyword say which keyword is meant."""
+    """Lets errors for an unknown keyword, or too many arguments without one, say what is taken."""
     name = function.__name__
-    taken = _taken[name] = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    taken = _taken[name] = tuple(parameters)
+    named = tuple(x for x in taken if parameters[x].kind is inspect.Parameter.KEYWORD_ONLY)
+    most = len(taken) - len(named)
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
+        if len(arguments) > most:
+            raise TypeError(
+                f"{name} got {len(arguments)} arguments without a keyword; expected "
+                f"{', '.join(taken[:most])}, and others by keyword, such as {', '.join(named[:5])}"
+            )
         check(name, keywords, taken)
         return function(*arguments, **keywords)
 

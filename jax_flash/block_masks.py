@@ -13,7 +13,7 @@ Dao et al., FlashAttention (arXiv:2205.14135), section 3.3: "Block-Sparse FlashA
 import dataclasses
 import json
 import numbers as abstract
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -375,6 +375,8 @@ def stack_block_masks(masks: Sequence[BlockMask]) -> BlockMask:
       >>> jax.lax.scan(layer, q, m)[0].shape
       (2, 64, 4, 16)
     """
+    if not isinstance(masks, Iterable):
+        raise TypeError(f"masks is {type(masks).__name__}; expected a sequence of BlockMasks")
     masks = list(masks)
     for i, mask in enumerate(masks):
         if not isinstance(mask, BlockMask):

@@ -115,7 +115,8 @@ def ragged_paged_attention(
       shared_pages: int32 `[C]`, C at most M: pages that requests begin with, −1 behind them. They
         are read once for all requests whose table begins with all of them and whose tokens are
         behind them; others are computed as ever, and all of them where C pages hold fewer than 512
-        positions. Without a window. None: each reads its own.
+        positions, or with value_pages of fewer heads than 4, K, fewer than 2048 / K. Without a
+        window. None: each reads its own.
       ancestors: bool `[tokens, A]`, for trees of speculation: which of its request's tokens in this
         call a token sees, its own always, beside all positions before them. With rotary_base it
         stands behind those that it sees, so branches of a tree begin at one position; keys lie in

@@ -208,6 +208,8 @@ def integers(term: str, name: str, x: Any, shape: tuple[int, ...], hint: str = "
     x = typed(term, name, array(name, x))
     if x.shape != shape:
         letters = ", ".join(("*B", *TERMS[term].dims))
+        if x.shape[-1:] == shape[-1:] and all(size == 1 for size in x.shape[:-1]):
+            hint = f". If all batch rows share them, pass jnp.broadcast_to({name}, {shape})"
         raise ValueError(f"{name} has shape {x.shape}; expected [{letters}] = {shape}{hint}")
     return x
 

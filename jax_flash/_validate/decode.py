@@ -157,7 +157,7 @@ class Caches:
             if x.shape != expected:
                 raise ValueError(
                     f"{name} has shape {x.shape}; expected {expected}, a key or value for each "
-                    f"query, as the cache {cache.shape} has heads and features"
+                    f"position, as the cache {cache.shape} has heads and features"
                 )
             converts = self.quantized or self.latent_rows
             if not converts and x.dtype != cache.dtype:

@@ -104,10 +104,7 @@ def positions_of(
         told = x
         if isinstance(x, jax.Array) and x.dtype.name in WIDE_INTEGERS:
             x = x.clip(max(jnp.iinfo(x.dtype).min, -MAX_INT32 - 1), MAX_INT32)
-        own, hint = getattr(x, "shape", ()), ""
-        if own and own[-1] == shape[-1] and all(size == 1 for size in own[:-1]):
-            hint = f". If all batch rows share them, pass jnp.broadcast_to({name}, {shape})"
-        checked = integers(name, name, x, shape, hint)
+        checked = integers(name, name, x, shape)
         _debug.check_int32(name, "positions", told)
         return checked
 
@@ -126,8 +123,9 @@ def indices_of(indices, queries: tuple[int, ...]) -> jax.Array | None:
         hint = ": the positions that each query reads, not which; booleans are mask's"
     x = typed("indices", "indices", array("indices", x), hint=hint)
     if x.ndim != len(queries) + 1 or x.shape[:-1] != queries:
+        expected = ", ".join(map(str, (*queries, "n")))
         raise ValueError(
-            f"indices has shape {x.shape}; expected {(*queries, 'n')}: the n positions that each "
+            f"indices has shape {x.shape}; expected ({expected}): the n positions that each "
             "query reads, all of its heads alike, and -1 in the place of those that it does not"
         )
     return x

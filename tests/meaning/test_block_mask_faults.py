@@ -107,6 +107,11 @@ def test_wrong_arguments_are_named():
         (lambda: attend(block_mask=m(q_len=T - 1, kv_len=S)), ValueError, "q_len 39"),
         (lambda: attend(block_mask=m(q_len=T, kv_len=S, heads=3)), ValueError, "has 3 heads"),
         (lambda: attend(block_mask=m(q_len=T, kv_len=S, batch=3)), ValueError, r"batch \(3,\)"),
+        (
+            lambda: jax_flash.stack_block_masks(m(q_len=T, kv_len=S)),  # pyright: ignore
+            TypeError,
+            "masks is BlockMask; expected a sequence of BlockMasks",
+        ),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

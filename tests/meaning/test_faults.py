@@ -131,6 +131,9 @@ FAULTS = (
       ValueError, ("key_value_positions", "(2, 6)", "(2, 10)", "[*B, S]")),
     F("positions of all rows", lambda: {"query_positions": i32(T), "is_causal": True}, ValueError,
       ("query_positions", "(6,)", "jnp.broadcast_to(query_positions, (2, 6))")),
+    F("segments of all rows",
+      lambda: {"query_segment_ids": i32(T), "key_value_segment_ids": i32(S)}, ValueError,
+      ("query_segment_ids", "(6,)", "jnp.broadcast_to(query_segment_ids, (2, 6))")),
     F("positions of one row", lambda: {"key_value_positions": i32(1, S), "is_causal": True},
       ValueError, ("(1, 10)", "jnp.broadcast_to(key_value_positions, (2, 10))")),
     F("positions float", lambda: {"query_positions": f32(B, T), "is_causal": True}, TypeError,
@@ -294,6 +297,15 @@ def test_keywords_of_other_libraries_are_told_ours(function, keyword, says):
     query, key, value = right_call().values()
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{keyword}'(; .*)?{says}"):
         function(query, key, value, **{keyword: None})
+
+
+def test_arguments_without_a_keyword_are_told_which_have_none():
+    query, key, value = right_call().values()
+    says = "expected query, key, value, and others by keyword, such as scale, bias, mask"
+    with pytest.raises(TypeError, match=rf"flash_attention got 4 arguments .*{says}"):
+        jax_flash.flash_attention(query, key, value, f32(T, S))  # pyright: ignore
+    with pytest.raises(TypeError, match=r"expected mask_mod, and .* such as q_len, kv_len"):
+        jax_flash.block_mask(jax_flash.masks.causal(), T, S)  # pyright: ignore
 
 
 def test_right_call_passes():
