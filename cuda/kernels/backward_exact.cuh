@@ -296,7 +296,7 @@ template <class Params>
 __device__ __forceinline__ void exact_suspects(const Params& p, const Suspects& suspects) {
   const auto& [own, tiles, groups] = suspects;
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, count = tiles.end - tiles.begin;
-  const int boxes = kHeadBoxes, tiles_of_head = query_blocks(p) * (kQueries / 64);
+  const int tiles_of_head = query_blocks(p) * (kQueries / 64);
 #pragma unroll 1
   for (int i = own < 0 ? 0 : -1; i < count + groups.end - groups.begin; ++i) {
     const int tile = i < 0 ? own : tiles.begin + i, group = groups.begin + i - count;
@@ -318,12 +318,13 @@ __device__ __forceinline__ void exact_suspects(const Params& p, const Suspects& 
         rows = wrong_queries(p, batch, row - of * p.query_heads, of - batch * p.query_len, 1,
                              {0, kHeadDim});
       } else {
-        const int of = tile / boxes, head_index = of / tiles_of_head;
-        const int batch = head_index / p.query_heads, column = 64 * (tile - of * boxes);
-        rows =
-            wrong_queries(p, batch, head_index - batch * p.query_heads,
-                          64 * (of - head_index * tiles_of_head) + exact::kRows * warp,
-                          exact::kRows, kEarly ? Range{0, kHeadDim} : Range{column, column + 64});
+        const int of = tile / kHeadBoxes, head_index = of / tiles_of_head;
+        const int batch = head_index / p.query_heads, column = 64 * (tile - of * kHeadBoxes);
+        // With kEarly the columns of a head begin inside of its first box.
+        const Range columns = kEarly ? Range{0, kHeadDim} : Range{column, column + 64};
+        rows = wrong_queries(p, batch, head_index - batch * p.query_heads,
+                             64 * (of - head_index * tiles_of_head) + exact::kRows * warp,
+                             exact::kRows, columns);
       }
       exact_gradients(p, rows);
     }

@@ -45,7 +45,7 @@
 namespace decode {
 
 inline constexpr int kThreads = 32 * (kWarps + 1);
-inline constexpr int kBegin = 15;  // a named barrier
+inline constexpr int kBeginBarrier = 15;  // the last one: patch() counts from the first ones on
 
 enum class Kind { kPlain, kJoined, kCluster };
 
@@ -122,9 +122,7 @@ struct Consumer {
         attend.take_scales(scales);
       }
       queries.load(p, share, unit, ptx::shared_address(shared.queries), shared.exchange);
-      if constexpr (kNewTokens > 0) {
-        new_rows.store(p, share, unit, blocks, scales, shared.exchange);
-      }
+      new_rows.store(p, share, unit, blocks, scales, shared.exchange);
       meet();
       attend.start();
       const int team = warp / kTeamWarps;
@@ -288,7 +286,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
     }
     __syncwarp();
     if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
-    ptx::named_barrier_arrive(kBegin, kThreads);
+    ptx::named_barrier_arrive(kBeginBarrier, kThreads);
     if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
     Loader loader{p,
                   share,
@@ -302,7 +300,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
     Consumer<Loader, OwnShared> consumer{p, share, shared};
     consumer.ask_first();
     if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
-    ptx::named_barrier_sync(kBegin, kThreads);
+    ptx::named_barrier_sync(kBeginBarrier, kThreads);
     if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
     consumer.run(line, warp);
   }

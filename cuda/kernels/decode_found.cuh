@@ -116,7 +116,7 @@ struct Attended {
 
   // ---- scales, with kQuantized ------------------------------------------------------------------
 
-  // Before queries are there: the scales come with them.
+  // Before queries are there, whose factors start_scales takes.
   __device__ __forceinline__ void take_scales(const RowScales& of_row) {
     score_factor[0] = score_factor[1] = of_row.key;
     value_factor = of_row.value;

@@ -22,7 +22,7 @@
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kEarly               8 does not divide a dim, and boxes begin up to 14 bytes before a head
-//   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
+//   bool kTmaLoads            TMA moves tiles (8 divides both dims, or kEarly), else warps do, see
 //                             tile.cuh
 //   int kBlockQ                queries per step: 64, or 128 when both dims are at most 64 and
 //                             there is no softcap
@@ -48,7 +48,6 @@
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one
 //                             query head
 //   bool kDeterministic       units add in turns
-//   bool kFirstByPredicate     the unit that adds first stores without a branch: plain calls
 //   int kTurnParts            parts of a query block's sum with turns of their own: what one of the
 //                             two score warpgroups adds, with kPairs what one of the two CTAs does,
 //                             or all that the wide kernel's query role does

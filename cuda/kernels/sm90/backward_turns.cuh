@@ -213,7 +213,7 @@ __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
 }
 
 // Adds a warpgroup's accumulators to a tile of the sum, from its `first` piece on, on a turn of
-// this unit.
+// this unit. A template: sums with kCompact have no store_or_add.
 template <class Sum, int kCount>
 __device__ __forceinline__ void add_fragments(const Sum& sum, int first,
                                               const float (&values)[kCount], Turn turn) {

@@ -7,8 +7,8 @@
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
 //   int kHeadDim, kValueDim   exact sizes, at most 256
-//   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
-//                             tile.cuh; then static units
+//   bool kTmaLoads            TMA loads (8 divides both dims, or kEarly), else four producer warps
+//                             do, see tile.cuh; then static units
 //   bool kEarly               8 does not divide a dim, and boxes begin up to 14 bytes before a head
 //   int kBlockKV               keys per step, a multiple of 16, 32 to 256
 //   int kConsumers            consumer warpgroups, 2 or 3

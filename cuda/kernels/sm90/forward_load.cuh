@@ -46,17 +46,11 @@ struct Loads {
                                            p.kv_len - first_key);
       arrive(barrier);
     } else {
-      constexpr int kColumns = kEarly ? kTileColumns<kDim> : kDim;
+      constexpr int kColumns = kTileColumns<kDim>;
       ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kColumns, kBlockKV, kParts> + more_bytes);
-      if constexpr (kEarly) {
-        fetch_key_block<kColumns, kBlockKV>(ptx::shared_address(buffer), map, barrier,
-                                            ptx::kEvictLast, 0, block * kBlockKV + origin, batch,
-                                            box_column<kDim>(head));
-      } else {
-        fetch_key_block<kDim, kBlockKV, kParts>(ptx::shared_address(buffer), map, barrier,
-                                                ptx::kEvictLast, head, block * kBlockKV + origin,
-                                                batch);
-      }
+      fetch_key_block<kColumns, kBlockKV, kParts>(
+          ptx::shared_address(buffer), map, barrier, ptx::kEvictLast, box_head(head),
+          block * kBlockKV + origin, batch, box_column<kDim>(head));
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -226,8 +220,7 @@ struct Loads {
     return box_column<kHeadDim>(head) + (kParts > 1 ? box % kPlaneBoxes : box) * kBoxColumns;
   }
   static __device__ __forceinline__ int head_of(int head, int box) {
-    if constexpr (kEarly) return box_head(head);
-    return kParts > 1 ? kParts * head + box / kPlaneBoxes : head * kPackedHeads;
+    return kParts > 1 ? kParts * head + box / kPlaneBoxes : box_head(head * kPackedHeads);
   }
   __device__ __forceinline__ void send_query(const UnitInfo& unit, int warpgroup) {
     if (warpgroup < kConsumers) {

@@ -13,7 +13,7 @@ struct Operands {
   using Weight = Element;                         // the range of the weights
   static constexpr bool kAddsBlocks = false;      // a block's output is a sum of its own
   static constexpr bool kFindsTurn = false;       // a warpgroup's number is not kept for its turns
-  static constexpr bool kNanMayBeWrong = kEarly;  // of a row whose lse is NaN
+  static constexpr bool kNanMayBeWrong = kEarly;  // lse is NaN by one of another head
   struct UnitFactor {};
   uint32 weights[kBlockKV / 4];
   uint32 queries[kHoldsQueries ? kHeadDim / 16 : 1][4];
