@@ -144,7 +144,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     named = _padded(named, _gpu.padded(call, shapes, gpu))
     results = _results(call, [*named.values()])
     calls = _gpu.calls(call, shapes, gpu)
-    plans = _gpu.plans(call, shapes, gpu, is_folded=True)
+    plans = _gpu.plans_of_folded(call, shapes, gpu)
     if _gpu.spec.present() is not None:
         _compile(plans, following, asked, gpu)
     if len(calls) == 1:

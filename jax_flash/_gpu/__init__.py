@@ -133,14 +133,9 @@ def padded(call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
     return choose(first, shapes, gpu).padded(first, shapes, gpu)
 
 
-def plans(call: Call, shapes: Shapes, gpu: GpuSpec, *, is_folded: bool = False) -> tuple[Plan, ...]:
-    """Makes the plans of `calls`, for arrays of the sizes that `folded` and `padded` say.
-
-    `is_folded`: the call is what `folded` returned, of which rows of folded heads could be folded.
-    """
-    kernels, sizes = (call, shapes) if is_folded else folded(call, shapes, gpu)
-    taken = padded(kernels, sizes, gpu)
-    made = tuple(plan(x, taken, gpu) for x in calls(kernels, sizes, gpu))
+def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
+    """Makes the plans of a pass, for arrays of the sizes that `folded` and `padded` say."""
+    kernels, sizes = folded(call, shapes, gpu)
     notes = []
     if sizes.q_heads != shapes.q_heads:
         group = shapes.q_heads // sizes.q_heads
@@ -148,9 +143,17 @@ def plans(call: Call, shapes: Shapes, gpu: GpuSpec, *, is_folded: bool = False) 
     elif sizes != shapes:
         rows = shapes.batch // sizes.batch
         notes.append(f"{rows} batch rows of {shapes.q_len} positions are documents of one")
-    if taken != sizes:
+    made = plans_of_folded(kernels, sizes, gpu)
+    return tuple(dataclasses.replace(x, notes=(*notes, *x.notes)) for x in made)
+
+
+def plans_of_folded(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
+    """Makes the plans of what `folded` returned: rows of folded heads could be folded again."""
+    taken, notes = padded(call, shapes, gpu), ()
+    if taken != shapes:
         dims = f"{shapes.head_dim}/{shapes.value_dim} to {taken.head_dim}/{taken.value_dim}"
-        notes.append(f"copies of operands have head dims padded from {dims}")
+        notes = (f"copies of operands have head dims padded from {dims}",)
+    made = (plan(x, taken, gpu) for x in calls(call, shapes, gpu))
     return tuple(dataclasses.replace(x, notes=(*x.notes, *notes)) for x in made)
 
 

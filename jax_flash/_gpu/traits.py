@@ -22,6 +22,16 @@ def is_bare(problem: Problem) -> bool:
     return not problem.terms and problem.softcap is None and problem.score is None
 
 
+def is_plain_window(problem: Problem) -> bool:
+    """Tells whether a query sees all keys, or those up to its own position."""
+    return problem.window in ((None, None), (None, 0))
+
+
+def is_plain_call(problem: Problem) -> bool:
+    """Tells whether there is nothing but causality, if that."""
+    return is_bare(problem) and is_plain_window(problem)
+
+
 def adds_to_scores(problem: Problem) -> bool:
     """Tells whether a term is added to scores, which with_bias (logit.cuh) scales for it."""
     return "bias" in problem.terms

@@ -254,7 +254,7 @@ def test_warps_load_rows_that_tma_cannot(which, dims):
     assert plan(which, shapes=aligned).tiling.tma_loads
 
 
-def test_boxes_begin_early_where_rows_of_all_heads_are_aligned():
+def test_tiles_of_boxes_that_begin_early():
     shapes = dataclasses.replace(replace_dims(100, 36), q_heads=6, kv_heads=6)
     assert early_tiles(PLAIN, shapes) == dataclasses.replace(shapes, head_dim=104, value_dim=40)
     made = plan("forward", shapes=shapes)

@@ -46,10 +46,11 @@ def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
 
 
 def test_positions_hide_nothing():
-    for change in (
+    changes: list[dict[str, Any]] = [
         {"window": (None, 0)}, {"terms": ("sinks",)}, {"terms": ("dropout_state",)},
         {"as_written": True}, {"dtype": "float32"},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for change in changes:
         assert group("forward", {}, **change) == 1
     lengths = ("query_lengths", "key_value_lengths")
     assert group("backward", {"q_len": 8}, terms=lengths, softcap=30.0) == 20
@@ -64,7 +65,7 @@ def test_folded_once():
     taken, sizes = _gpu.folded(call, shapes, gpu)
     assert (sizes.q_heads, sizes.q_len) == (8, 10)
     assert _gpu.folded(taken, sizes, gpu) != (taken, sizes)
-    (made,) = _gpu.plans(taken, sizes, gpu, is_folded=True)
+    (made,) = _gpu.plans_of_folded(taken, sizes, gpu)
     assert len(made.operands) == len(taken.operands)
     assert made.operands == _gpu.plans(call, shapes, gpu)[0].operands
 

@@ -21,6 +21,8 @@ from jax_flash._gpu.traits import (
     is_highest,
     is_layout,
     is_own,
+    is_plain_call,
+    is_plain_window,
     is_plane,
     is_wide,
     known,
@@ -84,7 +86,7 @@ def takes_turns(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> bool:
     sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
     if not all(isinstance(size, int) for size in sizes) or shapes.q_len != shapes.kv_len:
         return False
-    if not (is_bare(problem) and asked.is_plain_window and asked.tma_loads):
+    if not (is_plain_call(problem) and asked.tma_loads):
         return False
     if problem.split or is_highest(problem):
         return False
@@ -218,7 +220,7 @@ class _Backward:
         count = blocks(known(self.shapes.kv_len, 1024), 64)
         if count % 2 and count < 9:  # the last pair has one block for two CTAs
             return False
-        return is_bare(self.problem) and self.is_plain_window
+        return is_plain_call(self.problem)
 
     @property
     def drops(self) -> bool:
@@ -227,10 +229,6 @@ class _Backward:
     @property
     def has_left(self) -> bool:
         return self.problem.window[0] is not None
-
-    @property
-    def is_plain_window(self) -> bool:
-        return self.problem.window in ((None, None), (None, 0))
 
     # Registers.
 
@@ -290,7 +288,7 @@ class _Backward:
         With gradients 4 to 14 % at T 512, 2 to 8 % at 1024; long full calls lose 1 to 3 %.
         """
         problem, shapes = self.problem, self.shapes
-        if not problem.deterministic or not is_bare(problem) or not self.is_plain_window:
+        if not problem.deterministic or not is_plain_call(problem):
             return False
         if self.wide or self.few or problem.split or self.stores_dq or not self.sums_in_dq:
             return False
@@ -333,7 +331,7 @@ class _Backward:
             alone = problem.deterministic or self.in_order
             return 0 if alone or spills else self._heads_of_rounds(64)
         holds_draws = self.drops and self.reads_ahead  # of one head
-        if problem.deterministic and self.is_plain_window and not holds_draws:
+        if problem.deterministic and is_plain_window(problem) and not holds_draws:
             # Their turns take what L2 gives, and a unit of more heads trails the one before by less
             # of its walk.
             causal = problem.window[1] is not None
@@ -519,7 +517,7 @@ _TURNS = {
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
 _SHARED_STEPS = 32  # of a unit that CTAs share
-_UNIT_ENDS = 1
+_UNIT_ENDS = 1  # of a short unit, as long as one head of it: assumed
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 
 
@@ -538,8 +536,8 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
     bytes_ = 4 if is_highest(problem) else 2
     head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
     fitting = max(1, L2_SHARE // head_bytes)
-    plain = problem.window in ((None, None), (None, 0))
-    if problem.deterministic and plain and group_size(shapes) > 1 and widest <= 128 and bytes_ == 2:
+    grouped = is_plain_window(problem) and group_size(shapes) > 1
+    if problem.deterministic and grouped and widest <= 128 and bytes_ == 2:
         # Units that trail each other by a step share what they read: longer heads need no more L2.
         heads = 8 if unit_heads or widest <= 64 else 4
     elif problem.deterministic and unit_heads:

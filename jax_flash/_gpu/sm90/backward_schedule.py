@@ -10,7 +10,7 @@ from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.traits import hides_sides, is_bare
+from jax_flash._gpu.traits import hides_sides, is_plain_call
 from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
@@ -21,8 +21,8 @@ def backward_constants(
     """Returns the constants that the kernels are compiled with, but for kHasDlse and kHasDbias."""
     return {
         **problem_constants(problem, shapes),
-        "kHeadDim": shapes.head_dim if tiling.early else tiling.head_dim,
-        "kValueDim": shapes.value_dim if tiling.early else tiling.value_dim,
+        "kHeadDim": shapes.head_dim,
+        "kValueDim": shapes.value_dim,
         "kEarly": tiling.early,
         "kTmaLoads": tiling.tma_loads,
         "kHalves": tiling.halves,
@@ -53,19 +53,9 @@ def backward_constants(
         "kBiasTiles": tiling.bias_bytes > 0,
         "kDeterministic": problem.deterministic,
         "kTurnParts": tiling.turn_parts,
-        "kFirstByPredicate": first_by_predicate(tiling, problem),
         "kAddsFour": True,
         **BackwardSchedule(tiling, problem, shapes).flags(),
     }
-
-
-def first_by_predicate(tiling: BackwardTiling, problem: Problem) -> bool:
-    """Tells whether the unit that adds first to a sum of dq stores without a branch.
-
-    1 % of plain calls with gradients from T 2048 on; others were not measured.
-    """
-    plain = is_bare(problem) and problem.window in ((None, None), (None, 0))
-    return problem.deterministic and plain and not (problem.split or tiling.compact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +86,7 @@ class BackwardSchedule:
             "kFromDiagonals": self.from_diagonals,
             "kSharesUnits": self.shares_units,
             "kTurnsLeft": self.turns_left,
+            "kFirstByPredicate": self.first_by_predicate,
             "kSkipsHidden": self.skips_hidden,
             "kHoldsShown": self.holds_shown,
             "kHoldsBlock": self.holds_block,
@@ -243,6 +234,15 @@ class BackwardSchedule:
     def turns_left(self) -> bool:
         """Some units take no part at a query block between others that do: turns are looked for."""
         return "query_segments" in self.problem.terms or self._common.turns_shown
+
+    @property
+    def first_by_predicate(self) -> bool:
+        """The unit that adds first to a sum of dq stores without a branch.
+
+        1 % of plain calls with gradients from T 2048 on; others were not measured.
+        """
+        alone = is_plain_call(self.problem) and not (self.problem.split or self.tiling.compact)
+        return self.problem.deterministic and alone
 
     # Steps.
 

@@ -24,8 +24,8 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
     producer_registers, consumer_registers = tiling.registers
     return {
         **problem_constants(problem, shapes),
-        "kHeadDim": shapes.head_dim if tiling.early else tiling.head_dim,
-        "kValueDim": shapes.value_dim if tiling.early else tiling.value_dim,
+        "kHeadDim": shapes.head_dim,
+        "kValueDim": shapes.value_dim,
         "kEarly": tiling.early,
         "kTmaLoads": tiling.tma_loads,
         "kHalves": tiling.halves,

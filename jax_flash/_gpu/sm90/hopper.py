@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import is_bare
+from jax_flash._gpu.traits import is_plain_call
 from jax_flash._problem import Problem, Shapes
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
@@ -27,7 +27,7 @@ def early_tiles(problem: Problem, shapes: Shapes) -> Shapes | None:
     dims, heads = (shapes.head_dim, shapes.value_dim), shapes.q_heads
     if tma_loads_of(shapes) or problem.dtype == "float32" or problem.split:
         return None
-    if not is_bare(problem) or problem.window not in ((None, None), (None, 0)):
+    if not is_plain_call(problem):
         return None
     if not isinstance(heads, int) or heads != shapes.kv_heads or min(dims) < 16:
         return None
