@@ -15,7 +15,8 @@ from jax_flash._gpu import sm90
 from .cases import Arguments, Case
 
 # From how many queries and keys on a line's blocks are left out, units begin where documents do,
-# wide heads have three warpgroups, sums of dq take turns, or CTAs share a unit.
+# wide heads have three warpgroups, gradients load boxes that begin early, sums of dq take turns, or
+# CTAs share a unit.
 _SHORTEST = (
     (sm90.forward, "_FADING_QUERIES"),
     (sm90.forward, "_FADING_KEYS"),
@@ -23,6 +24,7 @@ _SHORTEST = (
     (sm90.forward, "_CUT_ROWS"),
     (sm90.forward, "_LONG"),
     (importlib.import_module("jax_flash._gpu.sm90.backward_ring"), "_RING_SHORTEST"),
+    (sm90.backward, "_EARLY_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),
     (sm90.backward, "_FEWER_ROUNDS"),
     (sm90.backward, "_SHARED_STEPS"),

@@ -97,4 +97,5 @@ def test_decode_compiles_without_spills(dims, heads, change):
     rotary_base = 1e4 if change.get("everything") and dims[0] <= 256 and dims[0] % 16 == 0 else None
     flags |= {"quantized": change.get("cache"), "latent_rows": packed_rows}
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
-    check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)
+    plan = _gpu.plan(call, shapes, gpu)
+    check(plan, seconds=12 if plan.family == "sm90_latent" else 5, gpu=gpu)

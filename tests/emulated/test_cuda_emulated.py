@@ -47,8 +47,6 @@ CASES = (
     C("head dim 100 value 36", H=100, Hv=36, causal=True, deterministic=True),
     C("boxes begin early", H=60, N=4, T=200, S=150, causal=True, align=BOTTOM_RIGHT),
     C("boxes begin early, odd", H=67, Hv=33, N=8, T=70, S=90),
-    C("boxes begin early, backward", H=36, N=2, T=1040, S=1030, causal=True),
-    C("boxes begin early, backward of two boxes", H=67, Hv=100, N=8, T=1024, S=1024),
     C("head dim 250 value 130", H=250, Hv=130, T=130, S=140, N=1, segments="packed"),
     C("heads packed", N=8, K=2, T=40, q_lengths=(33,), kv_lengths=(180,), causal=True,
       align=BOTTOM_RIGHT),
@@ -131,64 +129,67 @@ def test_case(case: Case, emulator: Emulator):
     check_orders(case.draw(), emulator.run)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+# Kernels of long calls: what a tiling has then, its value, and cases.
+LONG = {
+    # A CTA adds the bias's gradients of all rows: blocks of keys keep the GPU busy.
+    ("dbias_rows", True): (
         C("added", bias="1nts", batch=(3,), T=30, S=132, N=3),
         C("added, hidden", bias="1nts", batch=(2,), T=60, S=136, N=3, window=(20, 70),
           q_lengths=(60, 40), kv_lengths=(70, 136), deterministic=True),
-    ],
-    ids=lambda case: case.name,
-)  # fmt: skip
-def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulator: Emulator):
-    """A CTA adds the gradients of all rows: for as many heads as the machine has processors."""
-    check_orders(
-        case.draw(),
-        lambda arguments, seed: emulator.run(AsIfLong(arguments, "dbias_rows", True), seed=seed),
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "heads"),
-    [
-        (C("causal 128", N=4, K=1, H=128, Hv=80, T=260, S=300, causal=True), 1),
-        (C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True), 2),
-        (C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
-           causal=True, deterministic=True, dtype="float16"), 2),
-        (C("deterministic full", N=8, K=1, H=64, T=256, S=300, deterministic=True), 4),
-        (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
-        (C("blocks", T=200, S=400, N=2, K=1, blocks=("1n", 128), dropout=0.2), 1),
-        (C("window, one block of keys", T=300, S=100, N=4, K=2, H=128, window=(70, 0)), 1),
-        (C("a tile", N=4, K=1, batch=(2,), T=64, S=60, mask="b11s", mask_density=0.7), 1),
-        (C("wide, lengths", T=150, S=60, N=3, K=1, H=208, kv_lengths=(50,)), 1),
-        (C("wide, pairs, odd blocks", T=70, S=13 * 64 - 3, N=4, K=1, H=192), 2),
-        (C("wide, one block of keys", T=150, S=60, N=2, K=1, H=256, causal=True), 1),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)  # fmt: skip
-def test_units_of_some_heads_of_a_group(case: Case, heads: int, emulator: Emulator):
-    """Several units add to dk and dv of a block of keys."""
-    check_orders(
-        case.draw(),
-        lambda arguments, seed: emulator.run(AsIfLong(arguments, "unit_heads", heads), seed=seed),
-    )
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
+    ),
+    # Units of some heads of a group: several add to dk and dv of a block of keys.
+    ("unit_heads", 1): (
+        C("causal 128", N=4, K=1, H=128, Hv=80, T=260, S=300, causal=True),
+        C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)),
+        C("blocks", T=200, S=400, N=2, K=1, blocks=("1n", 128), dropout=0.2),
+        C("window, one block of keys", T=300, S=100, N=4, K=2, H=128, window=(70, 0)),
+        C("a tile", N=4, K=1, batch=(2,), T=64, S=60, mask="b11s", mask_density=0.7),
+        C("wide, lengths", T=150, S=60, N=3, K=1, H=208, kv_lengths=(50,)),
+        C("wide, one block of keys", T=150, S=60, N=2, K=1, H=256, causal=True),
+    ),
+    ("unit_heads", 2): (
+        C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True),
+        C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
+          causal=True, deterministic=True, dtype="float16"),
+        C("wide, pairs, odd blocks", T=70, S=13 * 64 - 3, N=4, K=1, H=192),
+    ),
+    ("unit_heads", 4): (
+        C("deterministic full", N=8, K=1, H=64, T=256, S=300, deterministic=True),
+    ),
+    # CTAs walk parts of the queries of a block of keys.
+    ("shares", True): (
         C("few keys", T=300, S=5, N=1, K=1, H=128, dropout=0.2),
         C("few keys 64, lengths", T=390, S=100, N=1, K=1, q_lengths=(270,), kv_lengths=(70,)),
         C("few keys, bias", T=200, S=60, N=1, K=1, H=128, bias="1nts"),
         C("wide", T=200, S=64, N=1, K=1, H=160, Hv=256),
+    ),
+    # Gradients whose boxes begin before a head.
+    ("early", True): (
+        C("early", H=36, N=2, T=200, S=170, causal=True, batch=(2,)),
+        C("early, two boxes", H=67, Hv=100, N=8, T=130, S=140),
+    ),
+    # Sums of dq in a ring, whose places are finished, cleared and used again by more sets of heads.
+    ("ring_sets", 5): (
+        C("ring", T=150, S=130, N=4, K=2, batch=(4,)),
+        C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(10,), scale=-0.3, dtype="float16"),
+        C("ring layout", T=140, S=260, N=4, K=2, batch=(4,), blocks=("11", 128), is_layout=True),
+    ),
+    ("ring_sets", 8): (C("ring causal 128", H=128, T=130, S=140, N=4, batch=(4,), causal=True),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "value"),
+    [
+        pytest.param(case, *has, id=f"{has[0]} {has[1]}, {case.name}")
+        for has, cases in LONG.items()
+        for case in cases
     ],
-    ids=lambda case: case.name,
 )
-def test_shared_units(case: Case, emulator: Emulator):
-    """CTAs walk parts of the queries of a block of keys."""
+def test_gradients_of_long_calls(case: Case, field: str, value: int, emulator: Emulator):
     check_orders(
         case.draw(),
-        lambda arguments, seed: emulator.run(AsIfLong(arguments, "shares", True), seed=seed),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, field, value), seed=seed),
     )
 
 
@@ -221,25 +222,6 @@ def test_three_warpgroups_at_wide_heads(case: Case, emulator: Emulator):
     for seed in (IN_ORDER, 2):
         long = AsIfLong(arguments, "consumers", 3)
         compare(arguments, emulator.run(long, seed=seed, gradients=False), gradients=False)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        C("ring", T=150, S=130, N=4, K=2, batch=(4,)),
-        C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(10,), scale=-0.3, dtype="float16"),
-        C("ring layout", T=140, S=260, N=4, K=2, batch=(4,), blocks=("11", 128), is_layout=True),
-        C("ring causal 128", H=128, T=130, S=140, N=4, batch=(4,), causal=True),
-    ],
-    ids=case_id,
-)  # fmt: skip
-def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
-    """More sets of heads than have a place: sums are finished, cleared and used again."""
-    sets = 8 if case.causal else 5
-    check_orders(
-        case.draw(),
-        lambda arguments, seed: emulator.run(AsIfLong(arguments, "ring_sets", sets), seed=seed),
-    )
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
