@@ -4,6 +4,7 @@
     python benchmarks/cliffs.py --seeds 5 --problems 100 --seconds 180
     python benchmarks/cliffs.py --seeds 5 --resume FILE.json   # the rest of them
     python benchmarks/cliffs.py --seeds 5 --only 17            # one of them again
+    python benchmarks/cliffs.py --seeds 5 --from 50            # the second half
     python benchmarks/cliffs.py --set short cross few          # named lists: common/drawn.py
     python benchmarks/cliffs.py --platform cpu --problems 2    # tiny ones, to see it run
 
@@ -14,24 +15,32 @@ XLA's own program: of jax.nn, or the plain formula for what that has no argument
 
 Each is measured in four ways, the peers in turns: forward, and forward and backward; "program", 16
 attentions of a program (4 where one takes longer than the host does), each of the out of the one
-before, with keys and values of its own; and "single", calls of one attention from Python, one
-behind the other. Out and gradients are compared with those of XLA's program first: a peer that
-computes something else has no time. Where dropout's patterns differ, the noise is compared. A peer
-that takes more than 1.5 x the best's time in a rough measurement keeps that one, and so do all
-where ours leads by 1.3 x. Ways in which ours is slower are measured again, longer. XLA's program
-whose scores alone take twice what kernels need is called singly alone.
+before, in a loop of a millisecond and more, which hides the host but for some 15 µs a turn, at most
+a microsecond an attention; and "single", calls of one attention from Python, one behind the other,
+after all programs are compiled and measured, when nothing else runs. Out and gradients are compared
+with those of XLA's program first: a peer that computes something else has no time. Where dropout's
+patterns differ, the noise is compared.
+
+A time is the least of its turns: what disturbs one, another process, a clock that has just risen,
+makes it longer. The spread, of which the table says the median and the ninth of ten, is how far
+the median of the turns is above the least. A peer that takes more than 1.5 x the best's time in a
+first turn has that one, and so have all where ours leads by 1.3 x. Ways in which ours is slower are
+measured again, longer. XLA's program whose scores alone take twice what kernels need is called
+singly alone.
 
 Programs are compiled in processes of their own, ahead of the measurement. XLA's products are not
 tuned then. Behind all others, problems are measured again with tuned ones where XLA's program takes
 less than 1.3 x ours in a way: with --seconds, by a run of its own, `--resume FILE --tune`.
 
 Prints the geometric mean and the lowest of the best other / ours for each way, the 20 worst, and
-the 20 worst of our own time at the next round sizes / ours: no less work, so that 1 is no cliff.
+the 20 worst of our own time at the next round sizes / ours, in programs: no less work, so that 1 is
+no cliff.
 Writes build/benchmarks/<device>/cliffs-<commit>.json and .md, every few problems; --resume goes on
 with such a file.
 """
 
 import argparse
+import dataclasses
 import faulthandler
 import functools
 import itertools
@@ -45,8 +54,9 @@ from pathlib import Path
 from typing import Any
 
 # cuDNN's attention in a CUDA graph of XLA ends the process (jax 0.11.2, "local_device_ordinal").
+# Loops stay out, too: each turn is a graph, as a user's program is without a loop.
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=-CUDNN"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=-CUDNN,-WHILE"
 )
 
 import jax
@@ -60,10 +70,11 @@ from common.shapes import Pass
 
 OURS, XLA = drawn_peers.OURS, drawn_peers.XLA
 KEPT = 10  # problems after which results are written
-WINDOW = 0.004  # seconds of a round
-ROUGH = 0.5  # of a window: the first measurement
+WINDOW = 0.008  # seconds of a turn: long beside the 50 µs and more of its begin and end
+ROUGH = 0.5  # of a window: the first turn
+SINGLES, SINGLE = 3.0, 0.3  # seconds that are left to calls one by one: once, and a problem
 LEADS = 1.3  # times ours takes the best other in that: it is enough
-ROUNDS, MORE_ROUNDS = 3, 6  # the second: of ways in which ours is slower
+ROUNDS, MORE_ROUNDS = 3, 6  # more turns; the second: of ways in which ours is slower
 FAR = 1.5  # times the best other: not measured in turns
 TUNERS = 4  # processes that tune XLA's products on the GPU at once
 NEAR = 1.3  # times ours takes XLA's program, not tuned: it is measured tuned
@@ -90,16 +101,27 @@ def main() -> None:
     def go_on(some: Sequence[Problem], tuned: bool) -> None:
         packed = functools.partial(compile_packed, names, options.neighbours, tuned)
         count = min(TUNERS, options.processes) if tuned else options.processes
+        alone: list[tuple[Problem, Programs]] = []
         with ahead.Processes(options.platform, count) as processes:
-            found = processes.each(packed, some, until)
+            found = processes.each(packed, some, until and until - SINGLES)
             for i, (problem, programs) in enumerate(list(found) if tuned else found):
-                if until and time.perf_counter() > until:
+                left = math.inf if until is None else until - time.perf_counter()
+                if left < SINGLES + SINGLE * len(alone):
                     break
-                record = measure_or_say(problem, programs)
+                record, loaded = measure_or_say(problem, programs)
                 records[key_of(record)] = record
+                alone.append((problem, loaded))
                 if i % KEPT == KEPT - 1:
-                    write(options, asked, records.values(), ceiling)
-                    print(f"{i + 1} problems in {time.perf_counter() - begin:.0f} s", flush=True)
+                    tell(f"{i + 1} problems in programs")
+        for problem, loaded in alone:
+            if until and time.perf_counter() > until:
+                break
+            measure_singly(problem, loaded, records[problem.source, problem.index])
+        tell(f"{len(alone)} problems")
+
+    def tell(what: str) -> None:
+        write(options, asked, records.values(), ceiling)
+        print(f"{what} in {time.perf_counter() - begin:.0f} s", flush=True)
 
     names = [n for n in drawn_peers.all_peers() if options.peers is None or n in options.peers]
     drawn_peers.register(names)
@@ -133,6 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=100, help="of each seed")
     parser.add_argument("--set", nargs="+", choices=drawn.SETS, default=[], dest="sets")
     parser.add_argument("--only", type=int, nargs="+", help="indices, of each seed or set")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="index, of each seed")
     parser.add_argument("--seconds", type=float, help="stop when they are spent")
     parser.add_argument("--resume", type=Path, help="a file of results, to go on with")
     parser.add_argument("--tune", action="store_true", help="no others: those that are near, tuned")
@@ -162,7 +185,7 @@ def problems(options: argparse.Namespace, limits: drawn.Limits) -> list[Problem]
     else:
         found = [
             Problem(f"seed {seed}", i, drawn.draw(seed, i, limits))
-            for i in options.only or range(options.problems)
+            for i in options.only or range(options.first, options.problems)
             for seed in options.seeds
         ]
     if not found:
@@ -248,85 +271,104 @@ def check(
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def measure_or_say(problem: Problem, programs: Programs) -> dict[str, Any]:
-    """Measures a problem; says why where that fails as a whole, for want of memory say."""
+def measure_or_say(problem: Problem, packed: Programs) -> tuple[dict[str, Any], Programs]:
+    """Measures a problem in programs; says why where that fails as a whole, for want of memory say.
+
+    Returns its record, and what is to be called singly, loaded.
+    """
+    programs, found = packed, {"error": {}, "wrong": {}, "took": {}}
+    ms: dict[str, Any] = {f"{kind} {of}": {} for kind, of in WAYS}
+    spread = {way: {} for way in ms}
     try:
-        return measure(problem, programs)
+        programs, found = load_and_check(problem, packed)
+        begin = time.perf_counter()
+        time_ways("program", problem, programs, ms, spread)
+        found["took"]["timing"] = round(time.perf_counter() - begin, 2)
     except Exception as error:
-        return about(problem, programs) | {
-            "ms": {f"{kind} {of}": {} for kind, of in WAYS},
-            "error": {},
-            "wrong": {},
-            "no": programs.no | {OURS: reason(error)},
-        }
-
-
-def about(problem: Problem, programs: Programs) -> dict[str, Any]:
+        programs.no[OURS] = reason(error)
+        programs = dataclasses.replace(programs, ready={})
     call = problem.call
-    return {
+    record = {
         "problem": {"source": problem.source, "index": problem.index, "name": call.name},
         "cell": vars(call),
         "neighbour": None if call.neighbour is None else call.neighbour.name,
-        "calls": call.calls,
+        "calls": {of: [call.turns(of), call.calls] for of in shapes.PASSES},
         "compiling": programs.seconds,
         "untuned": programs.untuned,
         "ran": programs.ran,
+        "ms": ms,
+        "spread": spread,
+        "no": programs.no,
     }
+    return record | found, programs
 
 
-def measure(problem: Problem, packed: Programs) -> dict[str, Any]:
-    """Compares and times the programs of a problem, as `compile_packed` returns them."""
-    call, clock = problem.call, [time.perf_counter()]
+def load_and_check(problem: Problem, packed: Programs) -> tuple[Programs, dict[str, Any]]:
+    """Loads the programs of a problem, as `compile_packed` returns them, and compares results."""
+    clock = [time.perf_counter()]
     programs = packed.loaded()
     clock.append(time.perf_counter())
-    given = drawn.arrays(call)
+    given = drawn.arrays(problem.call)
     loaded = {name: jax.device_put(x) for name, x in given.items()}
     clock.append(time.perf_counter())
     error, wrong = check(problem, programs, given, loaded)
     clock.append(time.perf_counter())
-    arguments: dict[str, Any] = dict.fromkeys(programs.ready, load(call, loaded))
-    if NEIGHBOUR in programs.ready:
-        assert call.neighbour is not None
-        other = {n: jax.device_put(x) for n, x in drawn.arrays(call.neighbour).items()}
-        arguments[NEIGHBOUR] = load(call.neighbour, other)
-    ms: dict[str, dict[str, float]] = {}
-    for kind, of in WAYS:
-        calls = {}
-        for name, ways in programs.ready.items():
-            if (kind, of) in ways:
-                single, several = arguments[name]
-                inputs = single if kind == "single" else several
-                calls[name] = functools.partial(ways[kind, of], *inputs)
-        count = dict.fromkeys(calls, 1 if kind == "single" else call.calls)
-        if NEIGHBOUR in calls and kind == "program":
-            assert call.neighbour is not None
-            count[NEIGHBOUR] = call.neighbour.calls
-        seconds, failed = time_in_turns(calls, count)
-        programs.no.update({f"{name}, {kind} {TITLES[of]}": why for name, why in failed.items()})
-        ms[f"{kind} {of}"] = {name: float(f"{1e3 * x:.4g}") for name, x in seconds.items()}
-    clock.append(time.perf_counter())
     parts = [round(b - a, 2) for a, b in itertools.pairwise(clock)]
-    took = dict(zip(("loading", "arrays", "comparing", "timing"), parts, strict=True))
-    found = {"ms": ms, "error": error, "wrong": wrong, "no": programs.no, "took": took}
-    return about(problem, programs) | found
+    took = dict(zip(("loading", "arrays", "comparing"), parts, strict=True))
+    return programs, {"error": error, "wrong": wrong, "took": took}
 
 
-def load(call: Drawn, loaded: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the arguments of the two programs: keys and values of each attention are copies."""
-    shared = {name: x for name, x in loaded.items() if name not in drawn.VARYING}
-    own = {
-        name: [x, *(jax.device_put(x, may_alias=False) for _ in range(call.calls - 1))]
-        for name, x in loaded.items()
-        if name in drawn.VARYING
+def measure_singly(problem: Problem, programs: Programs, record: dict[str, Any]) -> None:
+    """Times calls of one attention from Python, and lets the programs go."""
+    begin = time.perf_counter()
+    try:
+        time_ways("single", problem, programs, record["ms"], record["spread"])
+    except Exception as error:
+        record["no"][f"{OURS}, single"] = reason(error)
+    programs.ready.clear()
+    record["took"]["singly"] = round(time.perf_counter() - begin, 2)
+
+
+def time_ways(
+    kind: str,
+    problem: Problem,
+    programs: Programs,
+    ms: dict[str, dict[str, float]],
+    spread: dict[str, dict[str, float]],
+) -> None:
+    """Times both passes in one kind of program; fills in times and spreads by way and name."""
+    called = dict.fromkeys(programs.ready, problem.call)
+    if NEIGHBOUR in called:
+        assert problem.call.neighbour is not None
+        called[NEIGHBOUR] = problem.call.neighbour
+    given = {
+        call: {name: jax.device_put(x) for name, x in drawn.arrays(call).items()}
+        for call in set(called.values())
     }
-    return (loaded,), (shared, own)
+    for of in shapes.PASSES:
+        calls = {
+            name: functools.partial(ways.pop((kind, of)), given[called[name]])
+            for name, ways in programs.ready.items()
+            if (kind, of) in ways
+        }
+        count = {
+            name: 1 if kind == "single" else called[name].calls * called[name].turns(of)
+            for name in calls
+        }
+        turns, failed = time_in_turns(calls, count)
+        programs.no.update({f"{name}, {kind} {TITLES[of]}": why for name, why in failed.items()})
+        for name, taken in turns.items():
+            least = min(taken)
+            ms[f"{kind} {of}"][name] = float(f"{1e3 * least:.4g}")
+            spread[f"{kind} {of}"][name] = round(statistics.median(taken) / least - 1, 4)
 
 
 def time_in_turns(
     calls: Mapping[str, Callable[[], Any]], count: Mapping[str, int]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns seconds of an attention by name, and why one has none."""
-    rough: dict[str, float] = {}
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Returns seconds of an attention by name, a number for each turn, and why one has none."""
+    turns: dict[str, list[float]] = {}
+    again: dict[str, int] = {}
     failed = {}
     for name, call in calls.items():
         try:
@@ -334,30 +376,29 @@ def time_in_turns(
         except Exception as error:  # out of memory, say
             failed[name] = reason(error)
             continue
-        once = runs.queue(call, jax.block_until_ready, 1)
-        again = min(max(1, math.ceil(ROUGH * WINDOW / once)), 50)
-        rough[name] = runs.queue(call, jax.block_until_ready, again)
-    each = {name: x / count[name] for name, x in rough.items()}
-    best = min((x for name, x in each.items() if name not in (OURS, NEIGHBOUR)), default=math.inf)
-    if best > LEADS * each.get(OURS, math.inf) and NEIGHBOUR not in each:
-        return each, failed
-    close = [name for name, x in each.items() if name in (OURS, NEIGHBOUR) or x < FAR * best]
-    turns: dict[str, list[float]] = {name: [] for name in close}
+        once = runs.queue(call, jax.block_until_ready, 1)  # the first that is a graph
+        repeats = max(1, math.ceil(ROUGH * WINDOW / once))
+        rough = runs.queue(call, jax.block_until_ready, repeats)
+        again[name] = max(1, math.ceil(WINDOW / rough))
+        turns[name] = [rough / count[name]]
 
-    def go(rounds: int) -> None:
-        for _ in range(rounds):
-            for name in close:
-                again = max(1, math.ceil(WINDOW / rough[name]))
-                taken = runs.queue(calls[name], jax.block_until_ready, again)
+    def least(name: str) -> float:
+        return min(turns.get(name, [math.inf]))
+
+    def go(names: Sequence[str], rounds: int) -> None:
+        for i in range(rounds):  # forth and back, so that a clock that drifts hits all alike
+            for name in names[:: -1 if i % 2 else 1]:
+                taken = runs.queue(calls[name], jax.block_until_ready, again[name])
                 turns[name].append(taken / count[name])
-        each.update({name: statistics.median(x) for name, x in turns.items()})
 
-    go(ROUNDS)
-    if OURS in turns:
-        others = [x for name, x in each.items() if name != OURS]
-        if others and min(others) < 1.02 * each[OURS]:
-            go(MORE_ROUNDS)
-    return each, failed
+    others = [name for name in turns if name not in (OURS, NEIGHBOUR)]
+    best = min(map(least, others), default=math.inf)
+    near = [name for name in others if least(name) < FAR * best and best < LEADS * least(OURS)]
+    close = [name for name in (OURS, NEIGHBOUR) if name in turns and (near or NEIGHBOUR in turns)]
+    go([*close, *near], ROUNDS)
+    if min(map(least, near), default=math.inf) < 1.02 * least(OURS):
+        go([*close, *near], MORE_ROUNDS)
+    return turns, failed
 
 
 # ---- results -------------------------------------------------------------------------------------

@@ -16,14 +16,15 @@ import numpy as np
 from .peers import XLA_SCORES
 from .shapes import Pass
 
-CALLS = 16  # attentions of a program, which hide the host
-FEW_CALLS = 4  # of one whose calls take longer than the host does
+CALLS = 16  # attentions of a program's turn
+FEW_CALLS = 4  # of one whose attentions take longer than HOST_SECONDS
 HOST_SECONDS = 2e-4  # more than any host takes for a call
+LEAST_SECONDS = 5e-6  # near what the shortest attention takes
+PROGRAM_SECONDS = 1e-3  # of a program: long beside what the host takes for one
 RATES = (4e14, 2.5e12)  # operations and bytes a second
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 64)
 USUAL_DIMS = (32, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 224, 256)
 ROUND_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)
-VARYING = ("k", "v", "dropout_key")  # operands of which each call of a program has its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +104,14 @@ class Drawn:
 
     @property
     def calls(self) -> int:
-        """Attentions of a program."""
+        """Attentions of a turn of a program."""
         return CALLS if self.seconds < HOST_SECONDS else FEW_CALLS
+
+    def turns(self, of: Pass) -> int:
+        """Turns of a program: two at least, for XLA makes no loop of one."""
+        passes = 1.0 if of == "forward" else 3.5  # products: 2 and 7
+        turn = self.calls * max(passes * self.seconds, LEAST_SECONDS)
+        return max(2, math.ceil(PROGRAM_SECONDS / turn))
 
     @property
     def operands(self) -> dict[str, tuple[tuple[int, ...], str]]:

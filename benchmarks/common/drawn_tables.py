@@ -34,8 +34,9 @@ def ratios(record: Mapping[str, Any], way: str) -> tuple[float | None, str | Non
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
     """Writes a row for each way."""
     lines = [
-        "| way | problems | best other / ours | lowest | below 1 | round sizes / ours | lowest |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| way | problems | best other / ours | lowest | below 1 | round sizes / ours | lowest "
+        "| spread, % |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for kind, of in WAYS:
         found = [ratios(record, f"{kind} {of}") for record in records]
@@ -44,8 +45,17 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"{kind}, {TITLES[of]}", str(len(beside))]
         cells += [*mean_and_lowest(beside), str(sum(x < 1 for x in beside))]
         cells += mean_and_lowest(near)
+        cells.append(spread(records, f"{kind} {of}"))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def spread(records: Sequence[Mapping[str, Any]], way: str) -> str:
+    """Writes how far the median of the turns is above the least: the median, the ninth of ten."""
+    found = sorted(x for one in records for x in one.get("spread", {}).get(way, {}).values() if x)
+    if not found:
+        return ""
+    return ", ".join(f"{100 * found[int(part * len(found))]:.1f}" for part in (0.5, 0.9))
 
 
 def mean_and_lowest(found: Sequence[float]) -> list[str]:
