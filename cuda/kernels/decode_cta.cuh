@@ -31,7 +31,7 @@
 //   int kMergeThreads         threads of flash_decode_merge
 //   bool kOverlaps            flash_decode_merge starts before flash_decode ends (sm_90)
 //   bool kFollows             of sm90_latent alone: flash_decode starts before flash_chosen ends
-//   bool kPlaces              of sm90_latent alone is true: tables have places that are not read
+//   bool kTakesPlaces         of sm90_latent alone is true: tables have places that are not read
 //   bool kWindowLeft, kHasSinks, kSoftcap   as for the forward; other terms are off
 #pragma once
 

@@ -50,9 +50,9 @@ __device__ __forceinline__ Range positions_of(const DecodeParams& p, int length)
   return {first_seen(p, max(length - p.query_len, 0)), length};
 }
 
-// A batch row's. With kPlaces it is the columns of a table, some of which name nothing.
+// A batch row's. With kTakesPlaces it is the columns of a table, some of which name nothing.
 __device__ __forceinline__ int length_of(const DecodeParams& p, int batch) {
-  if constexpr (kPlaces) return p.columns;
+  if constexpr (kTakesPlaces) return p.columns;
   return p.lengths[batch];
 }
 // Numbers of blocks of kBlockKV positions.

@@ -20,9 +20,9 @@ _COLUMNS = Size("columns")
 def packs(plan: Plan) -> Plan:
     """Makes of a plan of decoding with pages one whose rows are packed first.
 
-    Where its kernels take places that are not read (kPlaces), a row is as long as its table.
+    Where its kernels take places that are not read (kTakesPlaces), a row is as long as its table.
     """
-    if plan.constants["kPlaces"]:
+    if plan.constants["kTakesPlaces"]:
         return _without_lengths(plan)
     scratch = {
         "page_table": Field("int*", "packed_table", Scratch("s32", (B, _COLUMNS)), "[B, columns]"),

@@ -272,7 +272,7 @@ class DecodeTiling:
             "kCluster": self.cluster,
             "kTeams": self.teams,
             "kAsksAhead": self.asks_ahead,
-            "kPlaces": False,
+            "kTakesPlaces": False,
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": self.splits_columns,
             "kScoreSums": self.score_sums,

@@ -100,7 +100,7 @@ class LatentTiling:
     box_rows: int  # positions that TMA loads at once: in one page for sure
     latent_rows: bool = False  # packed rows, which come through shared memory
     query_rows: int = _ROWS  # that shared memory has place for: 16, 32 or 64
-    places: bool = False  # chosen keys come as they are given: see _takes_places
+    takes_places: bool = False  # chosen keys come as they are given: see _takes_places
 
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
@@ -166,8 +166,8 @@ class LatentTiling:
             "kRotates": False,
             "kOverlaps": True,
             # The kernel ahead packs what rows read; this one begins before it has ended.
-            "kFollows": call.packs and not self.places,
-            "kPlaces": self.places,
+            "kFollows": call.packs and not self.takes_places,
+            "kTakesPlaces": self.takes_places,
             "kMostParts": _MOST_PARTS,
         }
 
@@ -186,12 +186,12 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
         latent_rows=call.latent_rows,
         query_rows=_query_rows(shapes) if call.latent_rows else _ROWS,
-        places=_takes_places(call, shapes, parts),
+        takes_places=_takes_places(call, shapes, parts),
     )
 
 
 def _takes_places(call: Any, shapes: Shapes, parts: int) -> bool:
-    """Whether chosen keys are read as they are given, those that are hidden among the others.
+    """Tells whether chosen keys are read as they are given, those that are hidden among the others.
 
     Where several parts share a row they are equal by what was chosen for it, and no kernel has to
     bring what is seen to the front: 8 rows of 2048, 16 heads, begin to load 4 us earlier (H100).

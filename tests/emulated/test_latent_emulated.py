@@ -108,7 +108,7 @@ def test_chosen_keys(places: bool, paged: bool, emulator: Emulator):
         arrays["page_table"] = rng.permutation(15).reshape(3, 5).astype(np.int32)
         arrays["page_table"][2, arrays["indices"][2, 0, 7] // 64] = -1
     call = Call({name: jnp.asarray(x) for name, x in arrays.items()})
-    got = emulator.run(Latent(call, {"places": places}), seed=3)  # type: ignore[arg-type]
+    got = emulator.run(Latent(call, {"takes_places": places}), seed=3)  # type: ignore[arg-type]
     expected = call.run("xla")
     assert np.isnan(expected.lse[2]).all()
     np.testing.assert_allclose(np.float32(got.out), np.float32(expected.out), atol=0.02)

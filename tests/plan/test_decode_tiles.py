@@ -84,4 +84,4 @@ def test_chosen_keys_are_read_as_they_are_where_parts_share_rows(batch, places):
     )  # fmt: skip
     made = _gpu.plan(call, shapes, H200)
     assert made.family == "sm90_latent"
-    assert made.tiling.places == places
+    assert made.tiling.takes_places == places

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
   LatentShared& shared = *reinterpret_cast<LatentShared*>(dynamic_shared);
   const int warp = ptx::warp_index();
   // Lengths come while barriers are made.
-  if (const int at = threadIdx.x % 32 * 32; !kFollows && !kPlaces && at < p.batch) {
+  if (const int at = threadIdx.x % 32 * 32; !kFollows && !kTakesPlaces && at < p.batch) {
     ptx::prefetch(p.lengths + at);
   }
   if (threadIdx.x == 0) {

@@ -86,11 +86,11 @@ struct LatentConsumer {
     for (int i = 0; i < 2; ++i) {
       state.base[i] = kNoBase;
       state.sum[i] = 0.0f;
-      if constexpr (kPlaces) continue;
+      if constexpr (kTakesPlaces) continue;
       const int position = first + query_of(own_row(i));
       sight.own[i] = {first_seen(p, position), position + 1};
     }
-    if constexpr (kPlaces) return;
+    if constexpr (kTakesPlaces) return;
     const int least = first + query_of(0), most = first + query_of(kShareRows - 1);
     sight.by_all = {first_seen(p, most), least + 1};
     sight.by_some = {first_seen(p, least), most + 1};
@@ -231,7 +231,7 @@ struct LatentConsumer {
     // Rounded here, not within a fused product: the largest weight is 1 however large scores are.
 #pragma unroll
     for (float& x : scores) x = __fmul_rn(x, p.scale_log2);
-    if constexpr (kPlaces) {
+    if constexpr (kTakesPlaces) {
       hide_unread(shared, stage_of_block(number), scores);
     } else if (first < sight.by_all.begin || first + kBlockKV > sight.by_all.end) {
       hide<kGroup>(shared, sight, first, keys_of(number), scores);

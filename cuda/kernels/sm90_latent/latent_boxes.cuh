@@ -57,7 +57,7 @@ struct Boxes {
       if constexpr (kPaged) {
         const int from = ((block - window) * kPieces + piece(i)) % 32;
         of = __shfl_sync(0xffffffffu, now[i], from);
-        if ((of < 0 && !(kPlaces && of == kNotNeeded)) || of >= p.pages) of = kNone;
+        if ((of < 0 && !(kTakesPlaces && of == kNotNeeded)) || of >= p.pages) of = kNone;
       }
       const int first = block * kBlockKV + piece(i) * kBoxRows;
       const bool is_needed =

@@ -127,7 +127,7 @@ struct LatentLoader {
       __syncwarp();
     }
     if (warp == 0 && lane == 0) shared.spoiled[stage] = lacks;
-    if constexpr (kPlaces) {
+    if constexpr (kTakesPlaces) {
       const uint32 unread = boxes.unread(warp);
       if (lane == 0) shared.unread[stage][warp] = static_cast<unsigned short>(unread);
     }

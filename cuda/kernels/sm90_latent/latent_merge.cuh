@@ -259,7 +259,7 @@ struct LatentMerge {
 };
 
 __device__ __forceinline__ void merge_latent(const DecodeParams& p, MergeShared& shared) {
-  if (threadIdx.x == 0 && !kPlaces && static_cast<int>(blockIdx.x) < p.batch) {
+  if (threadIdx.x == 0 && !kTakesPlaces && static_cast<int>(blockIdx.x) < p.batch) {
     ptx::prefetch(p.lengths + blockIdx.x);
   }
   if constexpr (kOverlaps) ptx::wait_for_the_kernel_ahead();

@@ -60,8 +60,8 @@ struct LatentShared : Incoming<kPackedRows, kRings> {
   // multiply what lies behind them.
   Barrier empty[2][2];
   Barrier queries_full, queries_empty;
-  unsigned short unread[2][kPlaces ? kLoaders : 1];  // by stage: bits of rows that are not read
-  int spoiled[2];                                    // a page that the stage's block needs is none
+  unsigned short unread[2][kTakesPlaces ? kLoaders : 1];  // by stage: bits of rows not read
+  int spoiled[2];          // a page that the stage's block needs is none
   uint4 parked[kLoaders];  // where the warps that load stand in the line of blocks
 };
 
