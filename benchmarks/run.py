@@ -37,8 +37,11 @@ def main() -> None:
     main_cells = shapes.main_cells(*scale)
     cells = main_cells + shapes.feature_cells(*scale)
     if options.grouped or options.others:
-        cells = [*shapes.grouped_cells() * options.grouped, *shapes.other_cells() * options.others]
-        main_cells = []
+        cells, main_cells = [], []
+        if options.grouped:
+            cells += shapes.grouped_cells()
+        if options.others:
+            cells += shapes.other_cells()
     flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
     ceiling = [runs.measure_product()]
     records = []

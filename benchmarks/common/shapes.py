@@ -41,15 +41,16 @@ class Cell:
 
     @property
     def name(self) -> str:
-        dims = f"d{self.head_dim}" + f"/{self.value_dim}" * (self.value_dim is not None)
+        value = "" if self.value_dim is None else f"/{self.value_dim}"
         kind = "causal" if self.causal else "full"
         if self.window is not None:
             kind += f" window {self.window}"
         if self.segment is not None:
-            kind += f" segments {self.shortest or ''}{' to ' * bool(self.shortest)}{self.segment}"
+            least = "" if self.shortest is None else f"{self.shortest} to "
+            kind += f" segments {least}{self.segment}"
         if self.kv_heads != self.heads or self.heads * self.head_dim != MODEL_DIM:
             kind += f" heads {self.heads}/{self.kv_heads}"
-        return f"{dims} {kind} T{self.length}"
+        return f"d{self.head_dim}{value} {kind} T{self.length}"
 
     @property
     def columns(self) -> int:
