@@ -184,6 +184,11 @@ class _Pass:
         first, refused = self._first_seen(), self._refused()
         lengths = jnp.where(refused, 0, self.lengths)
         seen = lengths > 0
+        if not isinstance(self._capacity, int):
+            raise NotImplementedError(
+                f"backend 'xla' needs known lengths; a row of the cache has {self._capacity} "
+                "positions in this export"
+            )
         block = min(_BLOCK, self._capacity)
         if block and batch and q_heads and self.k.shape[0]:  # without pages rows are refused
             start = jnp.min(jnp.where(seen, first, self._capacity)) // block

@@ -96,8 +96,7 @@ class Decode(Call):
             head_dim=q.shape[-1],
             value_dim=self.value_dim or operands["v"].shape[-1],
             page_size=k.shape[-3] if self.paged else None,
-            scales_of_pages=self.paged
-            and any(operands[name].shape[-2] != 1 for name in SCALES if name in operands),
+            scales_of_pages=self.paged and have_own_scales(operands),
             chosen=operands["indices"].shape[-1] if "indices" in operands else None,
         )
 
@@ -281,6 +280,11 @@ def sizes_of_rows(shapes: Shapes) -> Shapes:
         value_dim=shapes.value_dim,
         page_size=1,
     )
+
+
+def have_own_scales(operands: Mapping[str, Any]) -> bool:
+    """Tells whether pages have scales of their own, or those of their pool (see `of_pages`)."""
+    return any(dim != 1 for name in SCALES if name in operands for dim in operands[name].shape[:-1])
 
 
 def of_pages(scale: jax.Array, pages: Sequence[int]) -> jax.Array:

@@ -35,6 +35,7 @@ from jax_flash._ops.decode import (
     SCALES,
     Decode,
     cache_dims,
+    have_own_scales,
     in_one_pool,
     no_derivative,
     of_pages,
@@ -108,7 +109,7 @@ class Prefill(Call):
             head_dim=q.shape[-1],
             value_dim=self.value_dim or operands["v"].shape[-1],
             page_size=k.shape[-3],
-            scales_of_pages=any(operands[x].shape[-2] != 1 for x in SCALES if x in operands),
+            scales_of_pages=have_own_scales(operands),
         )
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:

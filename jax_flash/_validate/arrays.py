@@ -4,6 +4,7 @@ Errors name the argument, its shape or dtype, and what would be right. Read next
 """
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,11 @@ import numpy as np
 from jax_flash._backends import warn_once
 from jax_flash._float8 import DTYPE
 from jax_flash._terms import FLOATS, TERMS, sum_dtype
+
+try:
+    from jax.errors import InconclusiveDimensionOperation
+except ImportError:  # before jax 0.10
+    from jax.core import InconclusiveDimensionOperation
 
 _FLOATS_TEXT = ", ".join(FLOATS)
 WIDE_INTEGERS = ("uint32", "int64", "uint64")
@@ -137,6 +143,14 @@ def check_head_dim(name: str, x: jax.Array) -> None:
         raise ValueError(
             f"{name} has shape {x.shape}; expected a head dim (the last) of at least 1"
         )
+
+
+def is_sure(compare: Callable[[], Any]) -> bool:
+    """Tells whether a comparison of sizes holds, of symbolic ones whatever they stand for."""
+    try:
+        return bool(compare())
+    except InconclusiveDimensionOperation:
+        return False
 
 
 def array(name: str, x: Any) -> jax.Array:

@@ -16,7 +16,7 @@ from jax_flash._latent_rows import is_packed
 from jax_flash._ops.decode import MOST_QUERIES, Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
-from jax_flash._validate.arrays import array, check_head_dim, in_full, value_dim_of
+from jax_flash._validate.arrays import array, check_head_dim, in_full, is_sure, value_dim_of
 from jax_flash._validate.scalars import precision_of, scale_of, softcap_of, window_sides
 from jax_flash._validate.terms import indices_of, sinks_of
 
@@ -263,10 +263,12 @@ def prepare(
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
     q = array("query", query)
-    if q.ndim < 3 or not 1 <= q.shape[-3] <= MOST_QUERIES or q.shape[-1] == 0:
+    fits = q.ndim >= 3 and is_sure(lambda: 1 <= q.shape[-3] <= MOST_QUERIES)
+    if not fits or q.shape[-1] == 0:
         raise ValueError(
-            f"query has shape {q.shape}; expected [*B, T, N, H] with T from 1 to {MOST_QUERIES}: "
-            "a longer prompt is flash_attention's, and fill_cache writes its keys and values"
+            f"query has shape {q.shape}; expected [*B, T, N, H] with T from 1 to {MOST_QUERIES}, a "
+            "symbolic one by constraints of its scope: a longer prompt is flash_attention's, and "
+            "fill_cache writes its keys and values"
         )
     *batch, q_len, _, _ = q.shape
     batch = tuple(batch)

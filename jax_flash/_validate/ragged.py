@@ -11,7 +11,7 @@ from jax_flash._cache import QUANTIZED
 from jax_flash._ops.decode import MOST_QUERIES
 from jax_flash._ops.ragged import Ragged
 from jax_flash._terms import FLOATS
-from jax_flash._validate.arrays import array, check_head_dim, in_full
+from jax_flash._validate.arrays import array, check_head_dim, in_full, is_sure
 from jax_flash._validate.decode import Caches, integers, problem_of
 from jax_flash._validate.scalars import real
 
@@ -122,10 +122,11 @@ def prepare(
 
 def _shared_pages(pages: Any, call: Ragged, table: Any) -> jax.Array:
     pages = integers("shared_pages", pages, -1)
-    if pages.ndim != 1 or pages.shape[0] > table.shape[1]:
+    if pages.ndim != 1 or not is_sure(lambda: pages.shape[0] <= table.shape[1]):
         raise ValueError(
             f"shared_pages has shape {pages.shape} and page_table {table.shape}; expected [C], C "
-            "at most M: the pages that requests begin with"
+            "at most M, of symbolic ones by a constraint of their scope: the pages that requests "
+            "begin with"
         )
     _without_window("shared_pages", call)
     return pages

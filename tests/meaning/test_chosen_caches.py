@@ -219,3 +219,22 @@ def test_caches_of_eight_bits(of_pages, backend):
     held = {"key": k, "value": v}
     truth, plain = (case.truth(query, held, seen, None, x) for x in ("float64", "bfloat16"))
     check("out", call().out, truth.out, plain.out, "bfloat16", FORWARD_FACTOR)
+
+
+def test_members_have_scales_of_their_own():
+    """Under vmap a pool's scale is that of its pages, which "xla" alone knows."""
+    rng = np.random.default_rng(0)
+    pages = jnp.asarray(rng.integers(-127, 128, (2, 3, 4, 1, 16)), jnp.int8)
+    query, scale = rng.standard_normal((2, 1, 1, 2, 16)), np.array([0.01, 0.03])
+    table, indices, lengths = np.array([[0, 2]]), np.array([[[5, 0, 2]]]), np.array([7])
+
+    @jax.jit
+    def call(query, pages, scale):
+        return jax_flash.decode_attention(
+            query, pages, pages, lengths, page_table=table, indices=indices,
+            key_scale=scale, value_scale=scale,
+        ).out  # fmt: skip
+
+    members = jnp.float32(query), pages, jnp.float32(scale)
+    expected = [call(*(x[i] for x in members)) for i in range(2)]
+    np.testing.assert_allclose(jax.vmap(call)(*members), jnp.stack(expected), atol=1e-6)

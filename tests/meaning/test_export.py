@@ -109,6 +109,34 @@ def test_an_export_of_pages_knows_their_size(symbol):
         export(query, cache, table, lengths)
 
 
+def test_an_export_says_which_sizes_of_caches_it_has_to_know():
+    """Where a constraint would do, the error asks for it."""
+    b, c, t, m = jax.export.symbolic_shape("b, c, t, m")
+    (few,) = jax.export.symbolic_shape("few", constraints=["few <= 64"])
+    integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    number = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+    def decode(q_len, kv_len, backend):
+        call = jax.jit(functools.partial(jax_flash.decode_attention, backend=backend))
+        cache = number((2, kv_len, N, H))
+        export = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)
+        return export(number((2, q_len, N, H)), cache, cache, integer((2,)))
+
+    assert decode(few, S, "xla").out_avals[0].shape == (2, few, N, H)
+    with pytest.raises(ValueError, match=r"query has shape \(2, t, .*by constraints of its scope"):
+        decode(t, S, "xla")
+    with pytest.raises(NotImplementedError, match=r"'xla' needs known lengths; a row .* c pos"):
+        decode(1, c, "xla")
+
+    pages, starts = number((6, 4, N, H)), integer((b + 1,))
+    call = jax.jit(jax_flash.ragged_paged_attention)
+    with pytest.raises(ValueError, match=r"shared_pages has shape \(3,\) and page_table \(b, m\)"):
+        jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(
+            number((5, N, H)), pages, pages, integer((b,)), integer((b, m)), starts,
+            shared_pages=integer((3,)),
+        )  # fmt: skip
+
+
 def test_an_export_for_another_platform_than_the_backends_names_it():
     call = jax.jit(functools.partial(jax_flash.flash_attention, backend="cpu"))
     export = jax.export.export(call, platforms=["cpu", "tpu"])
