@@ -7,10 +7,12 @@ takes "cudnn" where that is faster, else the first of the others that can run it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -92,12 +94,29 @@ def _nothing(*_: object) -> tuple[str, ...]:
     return ()
 
 
-def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def run_kernels(
+    kernel: Run, call: Call, gpu: _gpu.GpuSpec, *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Computes a pass by `kernel(call, *operands)`, of the calls that a GPU's kernels take."""
     shapes = call.shapes(call.name_operands(operands))
-    others = _gpu.refuse(call, shapes, _gpu.spec.for_lowering())
+    others = _gpu.refuse(call, shapes, gpu)
     run = call.run_instead if others and call.instead(shapes) else call.run_kernel
+
+    def prepared(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        shapes = call.shapes(call.name_operands(operands))
+        taken = in_kernels(call, shapes, gpu)
+        if taken is not call:
+            call, operands = call.dequantised(taken, *operands)
+        if not _gpu.choose(call, shapes, gpu).rotates(shapes):
+            call, operands = call.rotated(*operands)
+        return kernel(call, *operands)
+
+    return run(prepared, *operands)
+
+
+def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     try:
-        return run(_call_cuda, *operands)
+        return run_kernels(_call_cuda, call, _gpu.spec.for_lowering(), *operands)
     except _native.CompileError as error:
         reason = refused(call, error)
     warn_once(f"jax_flash runs a call without its CUDA kernels: {reason}")
@@ -120,15 +139,9 @@ def refused(call: Call, error: _native.CompileError) -> str:
 def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     shapes = call.shapes(call.name_operands(operands))
     gpu = _gpu.spec.for_lowering()
-    taken = in_kernels(call, shapes, gpu)
-    if taken is not call:
-        call, operands = call.dequantised(taken, *operands)
-    family = _gpu.choose(call, shapes, gpu)
     if call.backend is None:
-        for text in family.outrun(call, gpu):
+        for text in _gpu.choose(call, shapes, gpu).outrun(call, gpu):
             warn_once(f"jax_flash: {text}")
-    if not family.rotates(shapes):
-        call, operands = call.rotated(*operands)
     named = call.name_operands(operands)
     batch = named["q"].shape[:-3]
     for name in filter(shares_rows, named):
@@ -137,12 +150,12 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    asked, wanted, following = shapes, _results(call, operands), call.next
+    asked, wanted, following = shapes, results_of(call, operands), call.next
     call, folded = _gpu.folded(call, shapes, gpu)
     if folded != asked:
         named, shapes = _gpu.folding.fold_operands(call, named, folded), folded
     named = _padded(named, _gpu.padded(call, shapes, gpu))
-    results = _results(call, [*named.values()])
+    results = results_of(call, [*named.values()])
     calls = _gpu.calls(call, shapes, gpu)
     plans = _gpu.plans_of_folded(call, shapes, gpu)
     if _gpu.spec.present() is not None:
@@ -261,13 +274,14 @@ def _call_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     call, operands = call.packed(*operands)
     custom_call = jax.ffi.ffi_call(
         f"jax_flash_cpu_{call.target}",
-        _results(call, operands),
+        results_of(call, operands),
         input_output_aliases=call.aliases,
     )
     return tuple(custom_call(*operands, **call.attributes()))
 
 
-def _results(call: Call, operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+def results_of(call: Call, operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the results of a call of these operands, as shapes."""
     avals = call.result_avals(call.name_operands([*map(jax.typeof, operands)]))
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
@@ -312,13 +326,26 @@ def pick(
     return next(name for name in BACKENDS if name not in (*refusals, "cudnn")), refusals
 
 
+_anywhere: ContextVar[bool] = ContextVar("_anywhere", default=False)
+
+
+@contextlib.contextmanager
+def traced_for_any() -> Iterator[None]:
+    """Has `require` pass what is traced within, of which `pick` is asked for another GPU."""
+    token = _anywhere.set(True)
+    try:
+        yield
+    finally:
+        _anywhere.reset(token)
+
+
 def require(call: Call, shapes: Shapes) -> None:
     """Checks a backend's name when the call is traced, and that it can run the call here.
 
     Raises: as `pick`.
     """
     _check_name(call.backend)
-    if call.backend is not None:
+    if call.backend is not None and not _anywhere.get():
         # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
         # where a GPU is present.
         on_gpu = "cuda" in (BACKENDS[call.backend].platforms or ())

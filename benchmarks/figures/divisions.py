@@ -30,7 +30,7 @@ def decode(theme: str) -> Canvas:
     """The blocks of all rows in one line, cut into equal parts."""
     x = jax.ShapeDtypeStruct((5, 1, 32, 128), "bfloat16")
     cache = jax.ShapeDtypeStruct((5, 4096, 16, 128), "bfloat16")
-    problem, *_ = _explain._prepare(x, cache, cache, {})
+    problem, *_ = _explain._prepare(x, cache, cache)
     gpu = _gpu.spec.named("H200")
     assert gpu is not None
     tile = _gpu.plan(Decode(problem, None), Shapes.of(x, cache, cache, {}), gpu).tiling

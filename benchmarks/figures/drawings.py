@@ -152,7 +152,7 @@ def tiling(theme: str) -> Canvas:
 def _plan(name: str, head_dim: int, length: int = 16384, **options: Any) -> _gpu.Plan:
     """Plans a pass of bfloat16, 16384 tokens, 16 heads, on an H200."""
     x = jax.ShapeDtypeStruct((16384 // length, length, 16, head_dim), "bfloat16")
-    problem, (q, k, v, *terms), *_ = _explain._prepare(x, x, x, options)
+    problem, (q, k, v, *terms), *_ = _explain._prepare(x, x, x, **options)
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     gpu = _gpu.spec.named("H200")
     assert gpu is not None

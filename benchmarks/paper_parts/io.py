@@ -100,7 +100,7 @@ def compile_step(way: str, batch: int, length: int, heads: int) -> Any:
 def plan(of: str, batch: int, length: int, heads: int, changes: str = "", family: str = "") -> Any:
     """Plans a pass, on this GPU or else on an H100, by a tiling with some fields changed."""
     like = jax.ShapeDtypeStruct((batch, length, heads, HEAD_DIM), DTYPE)
-    problem, (q, k, v, *terms), *_ = _explain._prepare(like, like, like, {})
+    problem, (q, k, v, *terms), *_ = _explain._prepare(like, like, like)
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     on_gpu = jax.default_backend() == "gpu"
     gpu = (_gpu.spec.present() if on_gpu else None) or _gpu.spec.GPUS["H100"]

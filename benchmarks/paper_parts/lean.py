@@ -108,7 +108,7 @@ def tiling_of(cell: Cell, way: str, splits: int = 1) -> Any:
     query = jax.ShapeDtypeStruct((cell.batch, 1, cell.heads, cell.head_dim), cell.dtype)
     rows = (cell.batch, cell.length, cell.kv_heads, cell.head_dim)
     cache = jax.ShapeDtypeStruct(rows, cell.dtype)
-    problem, *_ = _explain._prepare(query, cache, cache, {})
+    problem, *_ = _explain._prepare(query, cache, cache)
     with tiled(way, cell.batch, splits):
         shapes = Shapes.of(query, cache, cache, {})
         return _gpu.plan(Decode(problem, None), shapes, gpu()).tiling

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_flash import _backends, _gpu
@@ -103,18 +102,7 @@ def advise(f: Callable[..., Any], *args: Any, gpu: str | None = None, **kwargs: 
     if not callable(f):
         raise TypeError(f"f is {type(f).__name__}; expected a function, its arguments behind it")
     spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def flat(*arrays: Any) -> Any:
-        given = [*leaves]
-        for i, x in zip(traced, arrays, strict=True):
-            given[i] = x
-        own, keywords = jax.tree.unflatten(tree, given)
-        return f(*own, **keywords)
-
-    arrays = [leaves[i] for i in traced]
-    graph = Graph(jax.make_jaxpr(flat)(*arrays), arrays)
+    graph = Graph.of(f, args, kwargs)
     places, found = set(), []
     for node in graph.equations("flash_"):
         call = node.equation.params.get("call")

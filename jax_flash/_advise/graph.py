@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,26 @@ class Graph:
         ]
         self.scope = Scope(closed.jaxpr, inputs, closed.consts)
         self.computed: dict[tuple[int, int], list[Any]] = {}
+
+    @classmethod
+    def of(cls, f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph:
+        """Traces f(*args, **kwargs): arrays and shapes are traced, all else is taken as it is."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [
+            i
+            for i, x in enumerate(leaves)
+            if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
+        ]
+
+        def flat(*arrays: Any) -> Any:
+            given = [*leaves]
+            for i, x in zip(traced, arrays, strict=True):
+                given[i] = x
+            own, keywords = jax.tree.unflatten(tree, given)
+            return f(*own, **keywords)
+
+        arrays = [leaves[i] for i in traced]
+        return cls(jax.make_jaxpr(flat)(*arrays), arrays)
 
     def equations(self, prefix: str) -> Iterator[Node]:
         """Lists the equations of primitives whose name begins so, those of inner programs too."""

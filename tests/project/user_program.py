@@ -36,6 +36,7 @@ def shapes_do_for_explain(q: jax.ShapeDtypeStruct) -> None:
     assert_type(
         explain(q, q, q, bias=q, sinks=q, return_lse=True, gpu="H200"), jax_flash.Explanation
     )
+    assert_type(explain(jax_flash.decode_attention, q, q, q, q, gpu="H200"), jax_flash.Explanation)
 
 
 def options_may_be_passed_on(q: jax.Array, options: dict[str, Any]) -> None:
@@ -52,4 +53,4 @@ def mistakes_are_found(q: jax.Array, shape: jax.ShapeDtypeStruct) -> None:
     flash_attention(q, q, q, bias=shape)  # reportArgumentType
     dot_product_attention(q, q, q, implementation="cuda")  # reportArgumentType
     dot_product_attention(q, q, q, softcap=1.0)  # reportCallIssue
-    explain(q, q, q, mask="causal")  # reportArgumentType
+    explain(q, q, q, mask="causal")  # reportArgumentType, reportCallIssue
