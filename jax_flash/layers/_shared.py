@@ -148,6 +148,7 @@ def rows(
       memory_positions: int [*B, S].
 
     Raises:
+      TypeError: for ids, positions or lengths that are no integers.
       ValueError: for shapes that do not fit together, and for ids, positions or lengths of a memory
         that is not given, or not given ids where x has some.
     """
@@ -171,6 +172,9 @@ def rows(
         shape = of.shape[:-2] if letters == "[*B]" else of.shape[:-1]
         if jnp.shape(array) != shape:
             raise ValueError(f"{name} has shape {jnp.shape(array)}; expected {letters} = {shape}")
+        dtype = getattr(array, "dtype", None)
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {dtype} (shape {shape}); expected int32")
     if memory is None:
         memory_seq_lengths, memory_segment_ids = seq_lengths, segment_ids
         memory_positions = positions

@@ -91,12 +91,13 @@ def test_a_shared_scope_in_linen_has_parameters_of_others():
             {"memory": normal(2, BATCH, 5, FEATURES), "memory_seq_lengths": np.zeros((BATCH, 1))},
             "memory_seq_lengths has shape",
         ),
+        ({"seq_lengths": np.ones(BATCH)}, r"^seq_lengths has dtype float32 \(shape .*int32"),
     ],
 )
 def test_wrong_calls_are_refused(api, call, message):
     x = normal(1, BATCH, LENGTH, FEATURES)
     forward, params = make(api, x)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         forward(params, x, **call)
 
 
