@@ -461,6 +461,7 @@ def make(
     shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
     # Where jax.export left T open there is a CTA for each row group of all T.
     least = 1 if isinstance(shapes.q_len, int) else _MOST_QUERIES
+    teams = teams or _teams(call, shapes, cluster)
     tiling = DecodeTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -476,11 +477,11 @@ def make(
         shares=shares,
         resident=resident,
         cluster=cluster,
-        teams=teams or _teams(call, shapes, cluster),
+        teams=teams,
         parts_of_number=_parts_of(call.problem),
         cache_bytes=jnp.dtype(call.cache_dtype).itemsize,
         scales_of_pages=shapes.scales_of_pages,
-        new_tokens=_new_tokens(call, shapes, cluster),
+        new_tokens=_new_tokens(call, shapes, cluster, teams),
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024
@@ -530,12 +531,12 @@ def _teams(call: Any, shapes: Shapes, cluster: int) -> int:
     return 2
 
 
-def _new_tokens(call: Any, shapes: Shapes, cluster: int) -> int:
+def _new_tokens(call: Any, shapes: Shapes, cluster: int, teams: int) -> int:
     """Counts the tokens whose keys and values are prepared beside queries, a warp for each row."""
     if cluster == 1 or not call.appends or not isinstance(shapes.q_len, int):
         return 0
     kinds = 1 if call.value_dim is not None else 2
-    fits = shapes.q_len * kinds <= _TEAM_WARPS * _teams(call, shapes, cluster)
+    fits = shapes.q_len * kinds <= _TEAM_WARPS * teams
     return shapes.q_len if fits else 0
 
 

@@ -60,6 +60,15 @@ def test_halves_of_a_row_come_one_behind_the_other(page, tokens, length, box):
         assert _gpu.plan(call, shapes, H200).tiling.box_rows == box
 
 
+@pytest.mark.parametrize(("teams", "prepared"), [(None, 3), (2, 3), (1, 0)])
+def test_new_rows_are_prepared_where_a_cta_has_a_warp_for_each(teams, prepared):
+    """Keys and values of three tokens are six rows; one team has four warps."""
+    shapes = dataclasses.replace(SHAPES, batch=8, q_len=3, kv_len=4096, q_heads=8, kv_heads=8)
+    call = Decode(PLAIN, None, appends=True)
+    made = _gpu.decode.make(call, shapes, H200, cluster=2, teams=teams)
+    assert made.new_tokens == prepared
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (400, 128), (576, 128), (128, 200)])
 def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
