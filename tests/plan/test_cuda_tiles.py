@@ -259,7 +259,10 @@ def test_tiles_of_boxes_that_begin_early():
     assert early_tiles(PLAIN, shapes) == dataclasses.replace(shapes, head_dim=104, value_dim=40)
     made = plan("forward", shapes=shapes)
     assert (made.tiling.early, made.tiling.tma_loads) == (True, True)
-    for change in ({"kv_heads": 3}, {"q_heads": 7, "kv_heads": 7}, {"head_dim": 251}):
+    wide = {"head_dim": 196, "value_dim": 196}
+    assert early_tiles(PLAIN, dataclasses.replace(shapes, **wide)).head_dim == 200
+    few_heads, wider = {"q_heads": 7, "kv_heads": 7}, {"head_dim": 204, "value_dim": 204}
+    for change in ({"kv_heads": 3}, few_heads, {"head_dim": 196}, wider):
         assert early_tiles(PLAIN, dataclasses.replace(shapes, **change)) is None
     assert early_tiles(dataclasses.replace(PLAIN, dtype="float32"), shapes) is None
 

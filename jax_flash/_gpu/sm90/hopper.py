@@ -22,7 +22,7 @@ def early_tiles(problem: Problem, shapes: Shapes) -> Shapes | None:
 
     8 does not divide a dim, but a row of all heads; the heads of keys are those of queries, so that
     a head has the same columns before it in both. None where it is not so, and beside terms or a
-    window to the left, which were not timed.
+    window to the left, which were not timed; nor were wider tiles, of which some spill.
     """
     dims, heads = (shapes.head_dim, shapes.value_dim), shapes.q_heads
     if tma_loads_of(shapes) or problem.dtype == "float32" or problem.split:
@@ -35,9 +35,12 @@ def early_tiles(problem: Problem, shapes: Shapes) -> Shapes | None:
         return None
     before = [(8 - math.gcd(dim, 8)) % 8 for dim in dims]  # columns of a tile, at most
     head_dim, value_dim = (-(-sum(x) // 8) * 8 for x in zip(dims, before, strict=True))
-    if max(head_dim, value_dim) > 256:
+    if max(head_dim, value_dim) > (_EARLY_WIDEST if dims[0] == dims[1] else _WIDEST_UNEQUAL):
         return None
     return dataclasses.replace(shapes, head_dim=head_dim, value_dim=value_dim)
+
+
+_EARLY_WIDEST, _WIDEST_UNEQUAL = 200, 192  # columns; 200 are those of heads of 196
 
 
 def tma_loads_of(shapes: Shapes) -> bool:
