@@ -272,7 +272,8 @@ def _of_function(
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
             f"function {name} has no call that kernels may run; expected one that calls "
-            "flash_attention, decode_attention or ragged_paged_attention"
+            "flash_attention, decode_attention or ragged_paged_attention, on arrays that are not "
+            "empty"
         )
     return _explanation(gpu, (), reports)
 

@@ -20,7 +20,6 @@ DIM, VALUE_DIM = 576, 512
 _GROUP = 128  # features that share a scale
 _SCALES = VALUE_DIM // _GROUP
 _PLAIN_AT = VALUE_DIM + 4 * _SCALES
-_LARGEST = 448.0  # of float8_e4m3fn
 _LEAST_EXPONENT = -126
 
 
@@ -62,9 +61,10 @@ def pack_latent(rows: Annotated[ArrayLike, "*B 576"]) -> jax.Array:
     groups = rows[..., :VALUE_DIM].astype(jnp.float32).reshape(*lead, _SCALES, _GROUP)
     finite = jnp.isfinite(groups)
     largest = jnp.max(jnp.abs(jnp.where(finite, groups, 0.0)), axis=-1, keepdims=True)
-    # 2^exponent: of 448 = 1.75 * 2^8 the least one that is enough.
-    mantissa, exponent = jnp.frexp(largest / _LARGEST)
-    exponent = jnp.where(mantissa > 0.5, exponent, exponent - 1)
+    # 2^exponent: of 448 = 0.875 * 2^9 the least one that is enough. A quotient could be subnormal,
+    # which CPUs take as 0.
+    mantissa, exponent = jnp.frexp(largest)
+    exponent = exponent - jnp.where(mantissa > 0.875, 8, 9)
     scale = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, _LEAST_EXPONENT))
     scale = jnp.where(largest > 0, scale, 1.0)
     latent = jnp.where(finite, groups / scale, jnp.nan).astype(jnp.float8_e4m3fn)

@@ -47,12 +47,14 @@ def test_a_row_is_within_its_rounding_and_unpacks_as_it_should():
     rows[1, :128] = 448 * 2.0**-20  # its scale is 2^-20, no larger one
     rows[2, :128] = 450 * 2.0**-20
     rows[3, 130], rows[4, 260] = np.nan, np.inf
+    rows[5, :128] = 400 * 2.0**-126  # by 448 it would be subnormal
     packed = np.asarray(jax_flash.pack_latent(rows))
     assert packed.shape == (64, 656)
     assert packed.dtype == np.uint8
     scales = np.ascontiguousarray(packed[:, 512:528]).view(np.float32)
     assert scales[1, 0] == 2.0**-20
     assert scales[2, 0] == 2.0**-19
+    assert scales[5, 0] == 2.0**-126
     got, wide = unpack(packed), rows.astype(np.float64)
     np.testing.assert_array_equal(got, np.float64(jax_flash.unpack_latent(packed)))
     assert [np.isnan(x).nonzero()[0].tolist() for x in got[3:5]] == [[130], [260]]

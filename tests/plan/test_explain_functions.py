@@ -184,6 +184,8 @@ def test_what_is_wrong_is_named():
         _ = explain(*arrays).backward
     with pytest.raises(ValueError, match="function cos has no call that kernels may run"):
         jax_flash.explain(jnp.cos, QUERY)
+    with pytest.raises(ValueError, match="on arrays that are not empty"):
+        jax_flash.explain(jax_flash.flash_attention, *3 * (of(0, 4, 2, 64),))
     with pytest.raises(TypeError, match="missing a required argument: 'value'"):
         jax_flash.explain(QUERY, QUERY)  # type: ignore[call-overload]
 
