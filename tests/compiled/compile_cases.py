@@ -310,9 +310,8 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
 
 
-# A Zen 4 EPYC takes so long, and no 4 s for a forward program, no 6 for a backward one. Tests allow
-# more than twice as much: beside other work a program takes twice as long, and would be compiled
-# thrice.
+# A Zen 4 EPYC takes so long, and no 5 s for a forward program, no 6 for a backward one. Tests allow
+# thrice as much: beside other work a program takes twice as long, and would be compiled thrice.
 _COUNT_SECONDS = 0.45
 
 

@@ -110,16 +110,16 @@ def plans(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("plan", plans("forward"))
 def test_forward_compiles_without_spills(plan: _gpu.Plan):
-    check(plan, seconds=10)
+    check(plan, seconds=15)
 
 
 @pytest.mark.parametrize("plan", plans("backward"))
 def test_backward_compiles_without_spills(plan: _gpu.Plan):
-    check(plan, seconds=15)
+    check(plan, seconds=20)
 
 
 def test_backward_with_lse_gradient_compiles_without_spills():
-    check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=15)
+    check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=20)
 
 
 FEW_ROWS = {
@@ -169,4 +169,4 @@ def test_backward_of_few_rows_compiles_without_spills(name: str, gpu: str):
     spec = _gpu.spec.GPUS[gpu]
     plan = _gpu.plan(call, shapes, spec)
     assert plan.tiling.compact
-    check(plan, seconds=15, gpu=spec)
+    check(plan, seconds=20, gpu=spec)
