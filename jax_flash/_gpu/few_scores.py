@@ -6,6 +6,8 @@ most of it is empty, while a product of XLA takes a handful of any shape.
 
 from __future__ import annotations
 
+import math
+
 from jax_flash._call import Call
 from jax_flash._gpu import sm90
 from jax_flash._gpu.spec import GpuSpec
@@ -30,6 +32,18 @@ _FEW_KEYS, _FEW_KEYS_SCORES = 4, 1 << 19
 # of 177, a bias and lengths of keys take 211 us for 324 forward, 453 for 1006 with gradients.
 _LOADED_KEYS, _LOADED_SCORES = 16, 1 << 21
 _LOADED_TERMS = {"bias", "mask", "query_lengths", "key_value_lengths"}
+# 16 bits, rows in words of 2 or 4 bytes, which warps load, of any term but functions. H200, us
+# forward and with gradients: 63 x 6, 40/2 heads of 183 128 to 26, 360 to 69; 1 x 512, one head of
+# 169 50 to 14, 158 to 35 (both odd: words of 2 bytes); 2 x 32, 3/1 of 170 7.7 to 4.5, 36 to 22.
+_ODD_SCORES, _EVEN_SCORES = 1 << 18, 1 << 15
+# 16 bits, such rows of any words, 8 x 8 scores a head and row: H200, 256 x 8, 3/1 heads of 100 24
+# to 14 us, with gradients 56 to 42. 16 x 16 scores take 1.2 times as long.
+_LOADED_UNIT, _LOADED_UNITS = 8 * 8, 512
+# 16 bits, heads wider than 128, one unit a head that walks long keys: H200, 1 x 2 x 512, 20/1 heads
+# of 232 16 to 8 us, with gradients 75 to 24; 1 x 9 x 1024, 2 of 160 18 to 12, 33 to 28.
+_WALK_QUERIES, _WALK_KEYS, _WALK_HEADS, _WALK = 16, 512, 32, 1 << 23
+# 16 bits, gradients beside a mask: H200, 188 x 8, 8 heads of 80 68 to 24 us.
+_MASKED_UNIT, _MASKED_UNITS = 8 * 8, 1024
 # 16 bits, one query of few keys, whatever heads share: H100, 1000 rows of 8 keys, 8/2 heads of 128
 # 53 to 41 us, with gradients 108 to 87; 2^16 scores were measured.
 _ONE_QUERY_KEYS, _ONE_QUERY_SCORES = 16, 1 << 16
@@ -74,7 +88,9 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return True
     if queries == 1 and keys <= _ONE_QUERY_KEYS and scores <= _ONE_QUERY_SCORES:
         return True
-    if _are_empty(call, shapes, scores):
+    if _are_empty(call, shapes, scores) or _load_slowly(call, shapes, scores):
+        return True
+    if _walk_long(shapes, scores):
         return True
     if little and min(queries, keys) <= (_LITTLE_OWN if own else _LITTLE_LENGTH):
         return True
@@ -92,13 +108,36 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
 def _are_empty(call: Call, shapes: Shapes, scores: int) -> bool:
     """Tells whether units of kernels are many and have few scores each, beside a bias or dropout.
 
-    A mask's have kernels of their own, which are as fast. Sinks and functions were not timed.
+    A mask's have kernels of their own, which are as fast but with few scores and gradients. Sinks
+    and functions were not timed.
     """
+    units = shapes.batch * shapes.q_heads
+    if call.problem.terms == ("mask",) and call.target == "backward" and units >= _MASKED_UNITS:
+        return scores <= units * _MASKED_UNIT
     timed = {*_LOADED_TERMS, "dropout_state"}.issuperset(call.problem.terms)
     alone = {"bias", "dropout_state"}.isdisjoint(call.problem.terms)
     if alone or not timed or call.problem.softcap is not None or call.problem.score is not None:
         return False
-    units = shapes.batch * shapes.q_heads
     wide = max(shapes.head_dim, shapes.value_dim) > 128
     many = units >= (_EMPTY_WIDE_UNITS if wide else _EMPTY_UNITS)
     return many and scores <= min(units * _EMPTY_SCORES, _EMPTY_MOST)
+
+
+def _load_slowly(call: Call, shapes: Shapes, scores: int) -> bool:
+    """Tells whether warps of the kernels load rows that are longer than what they compute takes."""
+    if sm90.tma_loads_of(shapes) or call.problem.score is not None:
+        return False
+    if call.target == "forward" and sm90.early_tiles(call.problem, shapes) is not None:
+        return False
+    odd = math.gcd(shapes.head_dim, shapes.value_dim, 4)
+    if odd < 4 and scores <= (_ODD_SCORES if odd == 1 else _EVEN_SCORES):
+        return True
+    units = shapes.batch * shapes.q_heads
+    return units >= _LOADED_UNITS and scores <= min(units * _LOADED_UNIT, _ODD_SCORES)
+
+
+def _walk_long(shapes: Shapes, scores: int) -> bool:
+    """Tells whether few units of wide heads walk long keys, one block behind the other."""
+    widest = max(shapes.head_dim, shapes.value_dim)
+    few = shapes.batch * shapes.q_heads <= _WALK_HEADS and shapes.q_len <= _WALK_QUERIES
+    return few and shapes.kv_len >= _WALK_KEYS and widest > 128 and scores * widest <= _WALK

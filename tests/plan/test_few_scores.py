@@ -66,6 +66,48 @@ def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "taken"),
+    [
+        ((1, 512, 512, 1, 1, 169), True),  # words of 2 bytes
+        ((1, 512, 513, 1, 1, 169), False),
+        ((2, 32, 32, 3, 1, 170), True),  # of 4
+        ((11, 32, 32, 3, 1, 170), False),
+        ((256, 8, 8, 3, 1, 100), True),  # of 8: many units of few scores
+        ((170, 8, 8, 3, 1, 100), False),
+        ((256, 8, 9, 3, 1, 100), False),
+        ((256, 8, 8, 3, 1, 104), False),  # by TMA
+        ((1, 2, 512, 20, 1, 232), True),  # a long walk
+        ((1, 2, 511, 20, 1, 232), False),
+        ((1, 2, 512, 20, 1, 128), False),
+        ((1, 9, 1024, 2, 2, 160), True),
+        ((1, 17, 1024, 2, 2, 160), False),
+    ],
+)
+def test_which_where_kernels_load_or_walk_long(sizes: tuple[int, ...], taken: bool):
+    shapes = Shapes(*sizes, sizes[-1])
+    for call in passes(Problem(dtype="bfloat16", scale=0.1)).values():
+        assert _gpu.few_scores.takes(call, shapes, H200) == taken
+
+
+def test_boxes_that_begin_early_load_fast_enough():
+    shapes = Shapes(1, 200, 200, 8, 8, 36, 36)  # 8 divides a row of all heads
+    calls = passes(Problem(dtype="bfloat16", scale=0.1))
+    small = dataclasses.replace(shapes, head_dim=38, value_dim=38, q_len=60, kv_len=60)
+    taken = {name: _gpu.few_scores.takes(call, small, H200) for name, call in calls.items()}
+    assert taken == {"forward": False, "backward": True}
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "taken"), [(128, 8, True), (127, 8, False), (128, 9, False)]
+)
+def test_which_gradients_beside_a_mask(batch: int, length: int, taken: bool):
+    shapes = Shapes(batch, length, length, 8, 8, 80, 80)
+    calls = passes(Problem(dtype="float16", scale=0.1, terms=("mask",)))
+    found = {name: _gpu.few_scores.takes(call, shapes, H200) for name, call in calls.items()}
+    assert found == {"forward": False, "backward": taken}
+
+
+@pytest.mark.parametrize(
     ("sizes", "change", "taken"),
     [
         ({}, {}, True),
