@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flash._call import Call
 from jax_flash._gpu.traits import is_one
@@ -23,6 +24,7 @@ from jax_flash._terms import TERMS
 LENGTHS = ("query_lengths", "key_value_lengths")
 SEGMENTS = ("query_segments", "key_value_segments")
 _OF_PAIRS = ("bias", "mask")
+_WRITTEN_OUT = 1 << 14  # ids: 64 KB of a program; a launch is little beside a longer call
 
 
 def fold(call: Call, shapes: Shapes, rows: int) -> tuple[Call, Shapes]:
@@ -98,13 +100,15 @@ def fold_operands(call: Call, named: Mapping[str, jax.Array], shapes: Shapes) ->
     if named["q"].shape[-2] != shapes.q_heads:
         return _fold_heads_of(call, named, shapes)
 
-    def segments(i: int) -> jax.Array:
+    def segments(i: int) -> Any:
         """Numbers the documents: 3 r those of row r, 3 r + 1 its hidden queries, 3 r + 2 keys."""
         length, whole = named["qk"[i]].shape[-3], (shapes.q_len, shapes.kv_len)[i]
-        at = jnp.arange(whole, dtype=jnp.int32)
-        ids = jnp.broadcast_to(3 * (at // length), (batch, whole))
+        at = np.arange(whole, dtype=np.int32)
+        ids: Any = np.broadcast_to(3 * (at // length), (batch, whole))
+        if LENGTHS[i] not in named and ids.size <= _WRITTEN_OUT:
+            return np.array(ids)  # a constant that is written out is no kernel of each call
         if LENGTHS[i] not in named:
-            return ids
+            return jnp.broadcast_to(ids[0], ids.shape)
         valid = jnp.repeat(named[LENGTHS[i]].reshape(batch, -1), length, axis=1)
         return ids + jnp.where(at % length < valid, 0, i + 1)
 

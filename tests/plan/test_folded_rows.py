@@ -92,6 +92,14 @@ def test_program():
 
 
 @needs_module
+@pytest.mark.parametrize(("batch", "written"), [(1024, True), (2048, False)])
+def test_ids_of_short_calls_are_written_out(batch: int, written: bool):
+    q = jax.ShapeDtypeStruct((batch, 16, 16, 64), jnp.bfloat16)
+    lowered = jax.jit(jax_flash.flash_attention).trace(q, q, q).lower(lowering_platforms=("cuda",))
+    assert ("broadcast_in_dim" not in lowered.as_text()) == written
+
+
+@needs_module
 def test_explanation_says_so():
     q = jax.ShapeDtypeStruct((1024, 16, 16, 64), jnp.bfloat16)
     text = str(jax_flash.explain(q, q, q, gpu="H200"))
