@@ -31,7 +31,8 @@ inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : 
 static_assert(kPartKeys % (kFloat32 ? 8 : 16) == 0 && kOwnColumns % 16 == 0);
 static_assert(!kFloat32 || (!kSplitsColumns && kCluster == 1));
 static_assert(!kQuantized || (!kFloat32 && kHeadDim % 8 == 0 && kValueDim % 8 == 0));
-static_assert(kCluster == 1 ? kTeams == 1 : kHeads * kRowTiles == 1 && !kSplitsColumns);
+static_assert(kCluster == 1 ? kTeams == 1
+                            : (kHeads * kRowTiles == 1 || kTakesPlaces) && !kSplitsColumns);
 
 using Bits = Element::Bits;
 using Piece = PieceOf<Element>::Type;  // eight elements
@@ -199,8 +200,8 @@ struct ClusterLine {
   __device__ __forceinline__ ClusterLine(const DecodeParams& p, const Share& share)
       : p(p), length(length_of(p, share.batch)) {}
 
-  template <class Visit>
-  __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
+  template <bool kParks = false, class Visit>
+  __device__ __forceinline__ void walk(const Share& share, Visit visit, uint32 = 0) const {
     Unit unit;
     unit.batch = share.batch;
     unit.length = length;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 from jax_flash import _latent_rows
@@ -31,6 +32,7 @@ _BUSY = 0.9  # of multiprocessors, that even parts have to leave busy
 _ROWS_OF_EVEN_PART = 2
 _PARTS_IN_TWO_ROUNDS = 16  # of a row, or a multiple: of loads of the second kernel
 _MOST_PARTS = 144  # whose factors the second kernel has place for
+_IN_LARGE_CLUSTERS = 0.9  # of multiprocessors, as in decode.py
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 
 
@@ -101,13 +103,13 @@ class LatentTiling:
     latent_rows: bool = False  # packed rows, which come through shared memory
     query_rows: int = _ROWS  # that shared memory has place for: 16, 32 or 64
     takes_places: bool = False  # chosen keys come as they are given: see _takes_places
+    cluster: int = 1  # CTAs that share a row and merge it: see _cluster
 
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
     heads = 1
     block_kv = 64  # positions of a block: with the queries two are what shared memory holds
     values_in_keys = True
-    cluster = 1
     threads = 384
     merge_threads = 512
 
@@ -117,7 +119,7 @@ class LatentTiling:
         boxes = self.head_dim // 64
         tiles = 128 * (2 * boxes * self.block_kv + (boxes - 1) * self.query_rows + self.head_rows)
         told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
-        barriers = 8 * (2 * (boxes + 2) + 2) + 16  # and bits of what is not read
+        barriers = 8 * (2 * (boxes + 2) + 3) + 16  # and bits of what is not read
         incoming, parked = 4 * 128 * 16 if self.latent_rows else 0, 4 * 16
         if self.rings:
             rows = 4 * (16 if self.query_rows == 16 else 12)
@@ -164,7 +166,7 @@ class LatentTiling:
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
             "kRotates": False,
-            "kOverlaps": True,
+            "kOverlaps": self.cluster == 1,
             # The kernel ahead packs what rows read; this one begins before it has ended.
             "kFollows": call.packs and not self.takes_places,
             "kTakesPlaces": self.takes_places,
@@ -180,13 +182,16 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
     most = min(max(multiprocessors(gpu) // shares, 1), _MOST_PARTS)
     size = shapes.page_size if call.paged else None
     parts = max(least, _parts(shapes.batch, most))
+    takes_places = _takes_places(call, shapes, parts)
+    cluster = _cluster(call, shapes, gpu, shares) if takes_places else 1
     return LatentTiling(
         parts=parts,
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
         latent_rows=call.latent_rows,
         query_rows=_query_rows(shapes) if call.latent_rows else _ROWS,
-        takes_places=_takes_places(call, shapes, parts),
+        takes_places=takes_places,
+        cluster=cluster,
     )
 
 
@@ -199,6 +204,20 @@ def _takes_places(call: Any, shapes: Shapes, parts: int) -> bool:
     if not call.packs or call.latent_rows or not isinstance(shapes.batch, int):
         return False
     return 0 < 2 * shapes.batch <= parts and parts % shapes.batch == 0
+
+
+def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec, shares: int) -> int:
+    """Chooses the CTAs that share a row of chosen keys in a cluster, 1 where none do.
+
+    All rows are equally long, so no CTA waits for others, and one launch is enough.
+    """
+    if os.environ.get("JF_CLUSTER"):
+        return int(os.environ["JF_CLUSTER"])  # TEMP
+    if call.appends or call.problem.dtype != "bfloat16":
+        return 1
+    units, sms = shapes.batch * shares, multiprocessors(gpu)
+    most = {8: _IN_LARGE_CLUSTERS * sms, 4: _IN_LARGE_CLUSTERS * sms, 2: sms}
+    return next((x for x in most if x * units <= most[x]), 1)
 
 
 def _parts(batch: Any, most: int) -> int:
@@ -224,6 +243,10 @@ def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.query_rows)
     text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
     field = Field("TensorMap", "query_rows", rows, text)
+    if tiling.cluster > 1:
+        left = Field("int*", "left_units", None)
+        struct = Struct(launch.params.name, (*launch.params.fields, field, left))
+        return dataclasses.replace(launch, params=struct)
     sums = Scratch("f32", (tiling.parts * tiling.shares, 2, tiling.head_rows, 4))
     rows_of_sums = Field("float*", "partial_rows", sums, "[ctas, 2, share rows, 4]: LeftRow")
     units = Scratch("s32", (tiling.parts * tiling.shares, 2, 8))

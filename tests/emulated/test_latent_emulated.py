@@ -91,24 +91,33 @@ class Call:
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages of 64"])
-@pytest.mark.parametrize("places", [False, True], ids=["packed", "as they are"])
-def test_chosen_keys(places: bool, paged: bool, emulator: Emulator):
+@pytest.mark.parametrize(
+    ("tiling", "count"),
+    [
+        ({"takes_places": False, "cluster": 1}, 100),
+        ({"takes_places": True, "cluster": 1}, 100),
+        ({"takes_places": True, "cluster": 2}, 140),
+        ({"takes_places": True, "cluster": 2}, 60),  # a CTA has no block
+    ],
+    ids=["packed", "as they are", "in clusters", "in clusters, one block"],
+)
+def test_chosen_keys(tiling: dict[str, Any], count: int, paged: bool, emulator: Emulator):
     """Three rows that read chosen keys, of which a tenth are none; the last one has no page."""
     rng = np.random.default_rng(5)
     lengths, shape = (300, 170, 301), (15, 64) if paged else (3, 300)
-    indices = [[rng.permutation(n)[:100] for _ in range(2)] for n in lengths]
+    indices = [[rng.permutation(n)[:count] for _ in range(2)] for n in lengths]
     arrays = {
         "query": rng.normal(size=(3, 2, 16, 576)).astype(jnp.bfloat16),
         "key_cache": rng.normal(size=(*shape, 1, 576)).astype(jnp.bfloat16),
         "lengths": np.array(lengths, np.int32),
-        "indices": np.where(rng.random((3, 2, 100)) < 0.1, -1, indices).astype(np.int32),
+        "indices": np.where(rng.random((3, 2, count)) < 0.1, -1, indices).astype(np.int32),
     }
     arrays["indices"][0, 1] = -1  # a query that reads nothing
     if paged:
         arrays["page_table"] = rng.permutation(15).reshape(3, 5).astype(np.int32)
         arrays["page_table"][2, arrays["indices"][2, 0, 7] // 64] = -1
     call = Call({name: jnp.asarray(x) for name, x in arrays.items()})
-    got = emulator.run(Latent(call, {"takes_places": places}), seed=3)  # type: ignore[arg-type]
+    got = emulator.run(Latent(call, tiling), seed=3)  # type: ignore[arg-type]
     expected = call.run("xla")
     assert np.isnan(expected.lse[2]).all()
     np.testing.assert_allclose(np.float32(got.out), np.float32(expected.out), atol=0.02)

@@ -29,18 +29,19 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     }
     ptx::barrier_init(ptx::shared_address(&shared.queries_full), kLoaders);
     ptx::barrier_init(ptx::shared_address(&shared.queries_empty), 8);
+    if constexpr (kCluster > 1) ptx::barrier_init(ptx::shared_address(&shared.gathered), 1);
     ptx::barrier_init_fence();
   }
   const Share share(p);
   if constexpr (kFollows) ptx::wait_for_the_kernel_ahead();  // which finds lengths and pages
-  const Line line(p);
+  const OwnLine line(p, share);
   __syncthreads();
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
   if (warp < 4) {
     ptx::register_decrease<kLoaderRegisters>();
     LatentLoader loader{p, share, shared, warp};
     loader.run(line);
-    if (warp == kLoaders - 1) leave_units(p);
+    if (kCluster == 1 && warp == kLoaders - 1) leave_units(p);
   } else if (warp < 8) {
     ptx::register_increase<kConsumerRegisters>();
     LatentConsumer<0> consumer{p, share, shared};

@@ -42,6 +42,23 @@ __device__ __forceinline__ void release(Barrier& barrier) {
   }
 }
 
+// Boxes of shared memory. In a cluster the number of the CTA is in front of its addresses, where
+// descriptors have something else.
+__device__ __forceinline__ ptx::Descriptor tile(uint32 address, uint32 offset,
+                                                uint32 leading_bytes) {
+  constexpr uint32 kOwn = kCluster > 1 ? 0xffffffu : ~0u;
+  return ptx::descriptor(address & kOwn, offset, leading_bytes, 1024);
+}
+
+// A unit's scores are there. In a cluster sums come in the place of queries.
+__device__ __forceinline__ void leave_queries(const DecodeParams& p, const Share& share,
+                                              LatentShared& shared) {
+  release(shared.queries_empty);
+  if constexpr (kCluster == 1) return;
+  if (threadIdx.x == kGroupThreads) expect_sums(p, share, shared);
+  ptx::cluster_arrive();
+}
+
 template <int kGroup>
 struct LatentConsumer {
   static constexpr int kOther = 1 - kGroup;
@@ -60,7 +77,7 @@ struct LatentConsumer {
 
   // ---- units ------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void run(const Line& line) {
+  __device__ __forceinline__ void run(const OwnLine& line) {
     line.walk(share, [&](const Unit& of, const Range& range) {
       unit = of;
       start();
@@ -71,9 +88,10 @@ struct LatentConsumer {
         add_pair</*kBoth=*/true>(block, block == first, block + 2 >= end);
       }
       if (block < end) add_pair</*kBoth=*/false>(block, block == first, true);
+      if (kCluster > 1 && range.empty()) leave_queries(p, share, shared);
       const bool is_whole = range.begin == unit.blocks.begin && range.end == unit.blocks.end;
       const LatentResults<kGroup> results{p, share, shared, unit, output, state.base};
-      results.finish(state.sum, units, is_whole, units == 0);
+      results.finish(state.sum, units, kCluster == 1 && is_whole, units == 0);
       ++units;
     });
   }
@@ -111,7 +129,7 @@ struct LatentConsumer {
       // The second block's products come behind those of the first.
       if constexpr (kBoth && !kRings) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
       finish_products(scores);
-      if (is_last) release(shared.queries_empty);
+      if (is_last) leave_queries(p, share, shared);
       weigh(block, first, correction);
       hand_over(first);
       if (!is_first) rescale(correction);
@@ -130,7 +148,7 @@ struct LatentConsumer {
         begin_scores(block + 1, second);
         finish_products(scores);
       }
-      if (is_last && !(kBoth && kRings)) release(shared.queries_empty);
+      if (is_last && !(kBoth && kRings)) leave_queries(p, share, shared);
       take_over(is_first);
       begin_others_values(first);
       if constexpr (kBoth && kRings) {  // the loader waits for both halves
@@ -138,7 +156,7 @@ struct LatentConsumer {
         release_half(first);
         begin_scores(block + 1, second);
         finish_products(scores);
-        if (is_last) release(shared.queries_empty);
+        if (is_last) leave_queries(p, share, shared);
       }
       if constexpr (kBoth) {
         weigh(block + 1, second, correction);
@@ -174,8 +192,8 @@ struct LatentConsumer {
     const uint32 full = ptx::shared_address(&shared.full[0][0]) + 8 * kKeyBoxes * stage;
     const uint32 parity = parity_of_block(number);
     if constexpr (kAppends) patch<kGroup>(p, unit, block, keys, full, parity);
-    const ptx::Descriptor query = ptx::descriptor(ptx::shared_address(shared.queries), 0, 0, 1024),
-                          key = ptx::descriptor(keys, 0, 0, 1024);
+    const ptx::Descriptor query = tile(ptx::shared_address(shared.queries), 0, 0),
+                          key = tile(keys, 0, 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int box = 0; box < kKeyBoxes; ++box) {
@@ -197,8 +215,7 @@ struct LatentConsumer {
   // and of the other's.
   __device__ __forceinline__ void begin_others_values(uint32 number) {
     const uint32 keys = keys_of(number);
-    const ptx::Descriptor others = ptx::descriptor(keys, kWeightsAt, 0, 1024),
-                          values = own_values(keys);
+    const ptx::Descriptor others = tile(keys, kWeightsAt, 0), values = own_values(keys);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockKV / 16; ++step) {
@@ -208,7 +225,7 @@ struct LatentConsumer {
     ptx::wgmma_commit();
   }
   static __device__ __forceinline__ ptx::Descriptor own_values(uint32 keys) {
-    return ptx::descriptor(keys, kGroup * kHalfBoxes * kBoxBytes, kBoxBytes, 1024);
+    return tile(keys, kGroup * kHalfBoxes * kBoxBytes, kBoxBytes);
   }
   template <int kCount>
   static __device__ __forceinline__ void finish_products(float (&sums)[kCount]) {

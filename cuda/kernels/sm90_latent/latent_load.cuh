@@ -19,7 +19,7 @@ struct LatentLoader {
   uint32 blocks = 0, units = 0;  // that were loaded
   bool is_coming = false;        // the last block, by cp.async, of which nobody has been told
 
-  __device__ __forceinline__ void run(const Line& line) {
+  __device__ __forceinline__ void run(const OwnLine& line) {
     if constexpr (kRings) {
       run_rings<RingLoader<LatentShared>>(line);
       return;
@@ -31,8 +31,9 @@ struct LatentLoader {
             load_packed(unit, range);
             return;
           }
-          load_queries(unit);
+          if constexpr (!kByThreads) load_queries(unit);
           Boxes boxes(p, unit, range);
+          if constexpr (kByThreads) load_queries(unit);  // while page numbers come
 #pragma unroll 1
           for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
             if constexpr (kByThreads) {
@@ -48,7 +49,7 @@ struct LatentLoader {
         ptx::shared_address(shared.parked + warp));
   }
   template <class Rings>
-  __device__ __forceinline__ void run_rings(const Line& line) {
+  __device__ __forceinline__ void run_rings(const OwnLine& line) {
     Rings rings(p, shared, warp);
     line.walk<true>(
         share,

@@ -1,7 +1,7 @@
 // Latent decoding: what becomes of a unit's sums.
 #pragma once
 
-#include "sm90_latent/latent_shared.cuh"
+#include "sm90_latent/latent_cluster.cuh"
 
 namespace decode {
 
@@ -11,6 +11,7 @@ namespace decode {
 // less than 2^-86, or than 2^-28 times the largest of its row, then loses bits. Kernels of packed
 // rows would spill 8 bytes.
 inline constexpr bool kLeavesHalves = kBFloat16 && !kPackedRows;
+static_assert(kCluster == 1 || kLeavesHalves);
 inline constexpr int kLeftPieces = kShareRows * kValueDim / 8;
 inline constexpr int kLeftBytes = kLeavesHalves ? 16 : 32;  // of a piece
 struct LeftPiece {
@@ -62,6 +63,8 @@ struct LatentResults {
       }
     }
     ptx::named_barrier_sync(kSumsBarrier, 2 * kGroupThreads);
+    const LatentTogether<kGroup> together{p, share, shared, unit, output, base};
+    if constexpr (kCluster > 1) together.wait();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = own_row(i);
@@ -76,9 +79,14 @@ struct LatentResults {
         } else {
           exponent[i] = 0;
         }
-        leave(partial_row(blockIdx.x, is_first, 0), i, total[i], exponent[i]);
+        if constexpr (kCluster > 1) {
+          together.send(i, total[i], exponent[i]);
+        } else {
+          leave(partial_row(blockIdx.x, is_first, 0), i, total[i], exponent[i]);
+        }
       }
     }
+    if constexpr (kCluster > 1) together.merge();
   }
 
  private:
@@ -121,22 +129,17 @@ struct LatentResults {
     unsigned char* const to = left_of(p, at);
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      float x[8];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int from = fragment::element(4 * j + k, i, 0);
-        x[2 * k] = output[from];
-        x[2 * k + 1] = output[from + 1];
-      }
       unsigned char* const piece = to + (first + j * kGroupThreads) * kLeftBytes;
       if constexpr (kLeavesHalves) {
-        uint32 pairs[4];
+        *reinterpret_cast<uint4*>(piece) = half_sums(output, i, j, scale);
+      } else {
+        float x[8];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          pairs[k] = Float16::pack(x[2 * k] * scale, x[2 * k + 1] * scale);
+          const int from = fragment::element(4 * j + k, i, 0);
+          x[2 * k] = output[from];
+          x[2 * k + 1] = output[from + 1];
         }
-        *reinterpret_cast<uint4*>(piece) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-      } else {
         reinterpret_cast<float4*>(piece)[0] = make_float4(x[0], x[1], x[2], x[3]);
         reinterpret_cast<float4*>(piece)[1] = make_float4(x[4], x[5], x[6], x[7]);
       }

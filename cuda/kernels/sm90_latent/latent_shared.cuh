@@ -60,6 +60,7 @@ struct LatentShared : Incoming<kPackedRows, kRings> {
   // multiply what lies behind them.
   Barrier empty[2][2];
   Barrier queries_full, queries_empty;
+  Barrier gathered;                                       // sums of the cluster's CTAs have come
   unsigned short unread[2][kTakesPlaces ? kLoaders : 1];  // by stage: bits of rows not read
   int spoiled[2];          // a page that the stage's block needs is none
   uint4 parked[kLoaders];  // where the warps that load stand in the line of blocks
