@@ -84,13 +84,19 @@ def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
         assert tiling.heads == (2 if batch > 31 and dims == (128, 128) else 1)
 
 
-@pytest.mark.parametrize(("batch", "places"), [(0, False), (1, True), (8, True), (128, False)])
-def test_chosen_keys_are_read_as_they_are_where_parts_share_rows(batch, places):
+@pytest.mark.parametrize(
+    ("batch", "count", "places", "cluster"),
+    [(0, 2048, False, 1), (1, 2048, True, 8), (8, 2048, True, 8), (8, 2049, True, 1),
+     (14, 600, True, 8), (15, 600, True, 1), (16, 600, True, 1), (128, 2048, False, 1)],
+)  # fmt: skip
+def test_chosen_keys_are_read_as_they_are_where_parts_share_rows(batch, count, places, cluster):
     call = Decode(PLAIN, None, value_dim=512, paged=True, packs=True)
     shapes = dataclasses.replace(
-        SHAPES, batch=batch, q_len=1, kv_len=2048, q_heads=16, kv_heads=1,
+        SHAPES, batch=batch, q_len=1, kv_len=count, q_heads=16, kv_heads=1,
         head_dim=576, value_dim=512, page_size=1,
     )  # fmt: skip
     made = _gpu.plan(call, shapes, H200)
     assert made.family == "sm90_latent"
     assert made.tiling.takes_places == places
+    assert made.tiling.cluster == cluster
+    assert len(made.launch.steps) == (1 if cluster > 1 else 2 if places else 3)

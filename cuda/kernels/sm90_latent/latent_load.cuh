@@ -31,9 +31,8 @@ struct LatentLoader {
             load_packed(unit, range);
             return;
           }
-          if constexpr (!kByThreads) load_queries(unit);
+          load_queries(unit);
           Boxes boxes(p, unit, range);
-          if constexpr (kByThreads) load_queries(unit);  // while page numbers come
 #pragma unroll 1
           for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
             if constexpr (kByThreads) {
