@@ -221,7 +221,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch):
 def few_are_shared(monkeypatch: pytest.MonkeyPatch):
     """Shared pages are read once for all requests, however few they are."""
     jax.clear_caches()
-    monkeypatch.setattr(shared, "MOST_APART", 0)
+    monkeypatch.setattr(shared, "LEAST_SPARED", 0)
     yield
     jax.clear_caches()
 

@@ -79,13 +79,13 @@ class InCommon:
             made.append(shapes)
             return self.parts
 
-        before = shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON
-        shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON = 0, parts_of, 0
+        before = shared.LEAST_SPARED, common.parts_of, pages.FEWEST_IN_COMMON
+        shared.LEAST_SPARED, common.parts_of, pages.FEWEST_IN_COMMON = 0, parts_of, 0
         jax.clear_caches()
         try:
             got = jax.tree.map(np.asarray, run(arrays, backend=backend, **self.options))
         finally:
-            shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON = before
+            shared.LEAST_SPARED, common.parts_of, pages.FEWEST_IN_COMMON = before
         assert made, "another kernel has run"
         return got
 

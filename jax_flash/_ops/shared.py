@@ -11,6 +11,7 @@ Juravsky et al., Hydragen (arXiv:2402.05099); Ye et al., Cascade Inference (2024
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,12 @@ from jax_flash._ops.requests import Requests, piece_size
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
-# Shared positions up to which each request reads them: together takes longer. An H100, 128 requests
-# of 128 positions behind them, 64/8 heads, by two kernels: 512 are 1.1 times as fast, 256 0.85. By
-# one 1.5 and 1.1, 4096 6.5. Fewer kv heads than four need as many more: 16/2 heads 0.91 with 512,
-# 32/4 1.25.
-MOST_APART, HEADS_APART = 511, 4
+# Bytes of keys and values that all requests would read of shared pages, from which together takes
+# less time: by one kernel, and so many times as many by two. An H200, 128 requests, 64 positions
+# behind them: 134 MB 1.07 (32/8 heads, 256 positions) to 1.46, 67 MB 0.86 to 1.09; by two
+# kernels 537 MB 1.43 (8/8 heads), 268 MB 0.81 to 0.94.
+LEAST_SPARED, BY_TWO_KERNELS = 1 << 27, 4
+_FEWEST_ROWS = 256  # of queries of a kv head, of one kernel: FEWEST_IN_COMMON of _gpu/sm90/pages.py
 
 _Attend = Callable[[Ragged, dict[str, jax.Array]], dict[str, jax.Array]]
 
@@ -51,10 +53,8 @@ def _attend(
     if 0 in (shared.size, table.size, k.size, named["q"].size):
         return attend_rest(call, named)
     positions = shared.size * k.shape[1]
-    # Others are symbolic, in exports.
-    has_few = call.value_dim is None and isinstance(k.shape[2], int)
-    heads = min(k.shape[2], HEADS_APART) if has_few else HEADS_APART
-    if isinstance(positions, int) and positions * heads // HEADS_APART <= MOST_APART:
+    is_one_kernel = attend_rest is ragged.attend and _is_one_kernel(call, named)
+    if not _spares_much(named, positions, is_one_kernel):
         return attend_rest(call, named)
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know
@@ -65,7 +65,7 @@ def _attend(
     count = _leading((shared >= 0) & (shared < pages))
     behind = (requests.lengths - requests.count) // page_size >= count
     member = (_leading(table[:, : shared.size] == shared) >= count) & behind & (requests.count > 0)
-    if attend_rest is ragged.attend and _is_one_kernel(call, named):
+    if is_one_kernel:
         return _at_once(call, named | {"shared": shared}, requests, count, member)
 
     cut = jnp.where(member, count, 0)
@@ -80,6 +80,18 @@ def _attend(
     lse = jnp.where(sees[:, None], lse, -jnp.inf)
     out, lse = combine((rest["out"], rest["lse"]), (out, lse))
     return rest | {"out": out.astype(call.problem.dtype), "lse": lse}
+
+
+def _spares_much(named: dict[str, jax.Array], positions: Any, is_one_kernel: bool) -> bool:
+    """Whether to read shared pages once gains; where sizes are symbolic, in exports, it may."""
+    (tokens, heads, _), kv_heads = named["q"].shape, named["k"].shape[2]
+    sizes = (tokens, heads, kv_heads, positions, named["page_table"].shape[0])
+    if not all(isinstance(size, int) for size in sizes):
+        return True
+    row = sum(named[name][0, 0].size * named[name].dtype.itemsize for name in "kv" if name in named)
+    is_one_kernel = is_one_kernel and tokens * heads // kv_heads >= _FEWEST_ROWS
+    least = LEAST_SPARED * (1 if is_one_kernel else BY_TWO_KERNELS)
+    return named["page_table"].shape[0] * positions * row >= least
 
 
 def _one_kernel(call: Ragged) -> Common:
