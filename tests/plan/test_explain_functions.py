@@ -127,7 +127,7 @@ def test_what_a_gpu_cannot_read_is_told(uncompiled):
           ("forward", "sm90/forward")]),
     ],
 )  # fmt: skip
-def test_passes_of_a_mixed_batch(tokens, options, passes, uncompiled):
+def test_passes_of_a_mixed_batch(tokens, options, passes, uncompiled, few_are_shared):
     found = explain_ragged(tokens, **options, **GPU).passes
     named = [(x.name, x.kernel.plan.source.removesuffix(".cuh")) for x in found]
     assert named == passes
