@@ -44,6 +44,14 @@ def scratch_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> int:
     )
 
 
+def is_spare(problem: Problem, shapes: Shapes, tiling: Any) -> bool:
+    """Tells whether a backward tiling's scratch arrays take no more than most_scratch."""
+    known_shapes = sized(shapes)
+    dims, own = dims_of(known_shapes), tiling.scratch(problem, known_shapes)
+    taken = scratch_bytes({name: array_of(x, dims) for name, x in own.items()})
+    return taken <= most_scratch(problem, shapes)
+
+
 def spare(problem: Problem, shapes: Shapes, tiling: Any) -> Any:
     """Returns a backward tiling whose scratch arrays take no more than most_scratch.
 
@@ -52,11 +60,9 @@ def spare(problem: Problem, shapes: Shapes, tiling: Any) -> Any:
     """
     if not isinstance(shapes.q_len, int):  # symbolic, under jax.export
         return tiling
-    known_shapes, most = sized(shapes), most_scratch(problem, shapes)
 
     def fits(tiling: Any) -> bool:
-        dims, own = dims_of(known_shapes), tiling.scratch(problem, known_shapes)
-        return scratch_bytes({name: array_of(x, dims) for name, x in own.items()}) <= most
+        return is_spare(problem, shapes, tiling)
 
     if fits(tiling):
         return tiling

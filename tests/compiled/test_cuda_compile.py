@@ -170,3 +170,28 @@ def test_backward_of_few_rows_compiles_without_spills(name: str, gpu: str):
     plan = _gpu.plan(call, shapes, spec)
     assert plan.tiling.compact
     check(plan, seconds=20, gpu=spec)
+
+
+NARROW_GROUPS = {
+    "16": (16, {}),
+    "32 causal": (32, {"window": (None, 0)}),
+    "24 window float16": (24, {"window": (90, 5), "dtype": "float16"}),
+    "32 window": (32, {"window": (None, 5)}),
+    "32 shares": (32, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in NARROW_GROUPS if EVERYTHING or x in ("32 causal", "32 shares")]
+)
+def test_backward_of_narrow_groups_compiles_without_spills(name: str):
+    """Several units add to dk and dv beside a compact sum of dq."""
+    dim, change = NARROW_GROUPS[name]
+    shares = "shares" in name
+    sizes = {"q_len": 8192 if shares else 1500, "kv_len": 512 if shares else 192, "batch": 1}
+    shapes = dataclasses.replace(SHAPES, **sizes, kv_heads=1, head_dim=dim, value_dim=dim)
+    plan = _gpu.plan(passes(dataclasses.replace(PLAIN, **change))["backward"], shapes, H200)
+    assert plan.tiling.compact
+    assert plan.tiling.unit_heads == 1
+    assert plan.tiling.shares == shares
+    check(plan, seconds=20)

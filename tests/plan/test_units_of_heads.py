@@ -7,6 +7,7 @@ import pytest
 from jax_flash import _gpu
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 from jax_flash._gpu.sm90.hopper import multiprocessors
+from jax_flash._gpu.workspaces import is_spare
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
@@ -90,3 +91,25 @@ def test_units_of_short_grouped_heads_fill_the_multiprocessors(
         tiling = tiling_of(problem, shapes)
         assert not tiling.wide
         assert tiling.unit_heads == (0 if deterministic else unit_heads)
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths", "heads", "dim", "unit_heads"),
+    [
+        (1, (1528, 192), (8, 1), 16, 1),
+        (1, (4096, 4096), (16, 2), 32, 1),
+        (4, (8192, 512), (16, 2), 32, 1),
+        (9, (8192, 512), (16, 2), 32, 0),  # 72 units of all heads
+        (1, (150, 130), (2, 1), 16, 0),  # no room for sums of dk and dv
+    ],
+)
+def test_units_of_narrow_grouped_heads_add_beside_a_compact_sum(
+    batch, lengths, heads, dim, unit_heads
+):
+    shapes = Shapes(batch, *lengths, *heads, dim, dim)
+    for deterministic in (False, True):
+        problem = dataclasses.replace(PLAIN, deterministic=deterministic)
+        tiling = tiling_of(problem, shapes)
+        assert tiling.unit_heads == (0 if deterministic else unit_heads)
+        assert deterministic or tiling.compact
+        assert is_spare(problem, shapes, tiling)
