@@ -53,6 +53,7 @@ class Direct:
     l2_heads: int = 1
     dq_row_bytes: int = 0  # backward
     device: int = 0
+    times: int = 1  # more: with the same addresses
     pretended: int = 0  # multiprocessors
     gpu: str = "H100"
     edits: tuple[tuple[str, str], ...] = ()  # of the plan's text: what stands there, and instead
@@ -86,7 +87,9 @@ class Direct:
         for old, new in self.edits:
             assert old in text
             text = text.replace(old, new, 1)
-        outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), plan=text)
+        inputs = [jnp.zeros(x.shape, x.dtype) for x in operands]
+        for _ in range(self.times):
+            outputs = jax.block_until_ready(custom_call(*inputs, plan=text))
         return dict(zip(self.call.results, outputs, strict=False))
 
     @property
@@ -124,6 +127,7 @@ class Call:
     operands: list[dict[str, Any]]
     results: list[dict[str, Any]]
     launches: list[Launch] = dataclasses.field(default_factory=list)
+    replayed: bool = False  # what was recorded
 
     def find(self, pointer: Pointer) -> int | None:
         """The index, results after operands, of the buffer that begins there; None for null."""
@@ -223,6 +227,7 @@ def main() -> None:
             _gpu.spec.present = _present(case.gpu if isinstance(case, On) else None)
             case = case.case if isinstance(case, On) else case
             fake.FakeSetDevice(case.device if direct else 0)
+            fake.FakeKeepAddresses(direct and case.times > 1)
             _native.pretend_multiprocessors(case.pretended if direct else 0)
             values = case.run() if direct else case.draw().run(None)
             values = {name: np.asarray(value) for name, value in values.items()}
@@ -246,6 +251,8 @@ def read_notes(notes: str) -> list[Call]:
         match note.pop("event"):
             case "call":
                 calls.append(Call(**note))
+            case "graph":
+                calls[-1].replayed = True
             case "fill":
                 note["target"] = Pointer(note["target"])
                 calls[-1].launches.append(Launch("fill", params=note))

@@ -20,9 +20,13 @@ using CUstream = struct CUstream_st*;
 using CUlibrary = struct CUlib_st*;
 using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
+using CUgraph = struct CUgraph_st*;
+using CUgraphExec = struct CUgraphExec_st*;
 
 enum CUdevice_attribute : int { kMultiprocessorCount = 16 };
 enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
+enum CUstreamFlags : unsigned { kNonBlocking = 1 };
+enum CUstreamCaptureMode : int { kCaptureRelaxed = 2 };
 enum CUtensorMapDataType : int {
   kTensorUint8 = 0,
   kTensorFloat16 = 6,
@@ -75,6 +79,15 @@ struct Driver {
                                void** extra);
   CUresult (*cuMemsetD32Async)(CUdeviceptr target, unsigned value, std::size_t count,
                                CUstream stream);
+  CUresult (*cuStreamCreate)(CUstream* stream, unsigned flags);
+  CUresult (*cuStreamIsCapturing)(CUstream stream, int* status);  // 0: it does not
+  CUresult (*cuStreamBeginCapture)(CUstream stream, CUstreamCaptureMode mode);
+  CUresult (*cuStreamEndCapture)(CUstream stream, CUgraph* graph);
+  CUresult (*cuGraphInstantiateWithFlags)(CUgraphExec* exec, CUgraph graph,
+                                          unsigned long long flags);
+  CUresult (*cuGraphDestroy)(CUgraph graph);
+  CUresult (*cuGraphExecDestroy)(CUgraphExec exec);
+  CUresult (*cuGraphLaunch)(CUgraphExec exec, CUstream stream);
   CUresult (*cuTensorMapEncodeTiled)(void* map, CUtensorMapDataType type, unsigned rank,
                                      void* address, const std::uint64_t* dims,
                                      const std::uint64_t* strides, const unsigned* box,

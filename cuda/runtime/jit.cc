@@ -57,11 +57,19 @@ Result<const Driver*> OpenDriver() {
   JAX_FLASH_FIND(cuKernelSetAttribute);
   JAX_FLASH_FIND(cuLaunchKernelEx);
   JAX_FLASH_FIND(cuMemsetD32Async);
+  JAX_FLASH_FIND(cuStreamCreate);
+  JAX_FLASH_FIND(cuStreamIsCapturing);
+  JAX_FLASH_FIND(cuStreamEndCapture);
+  JAX_FLASH_FIND(cuGraphInstantiateWithFlags);
+  JAX_FLASH_FIND(cuGraphDestroy);
+  JAX_FLASH_FIND(cuGraphExecDestroy);
+  JAX_FLASH_FIND(cuGraphLaunch);
   JAX_FLASH_FIND(cuTensorMapEncodeTiled);
 #undef JAX_FLASH_FIND
-  // cuda.h maps these two names to their second versions.
+  // cuda.h maps these names to their second versions.
   Find(library, "cuCtxPushCurrent_v2", &driver->cuCtxPushCurrent, &missing);
   Find(library, "cuCtxPopCurrent_v2", &driver->cuCtxPopCurrent, &missing);
+  Find(library, "cuStreamBeginCapture_v2", &driver->cuStreamBeginCapture, &missing);
   if (!missing.empty()) {
     return Failure{"the NVIDIA driver is older than CUDA 12.0 (it lacks " + missing + ")"};
   }

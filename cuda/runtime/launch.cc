@@ -2,7 +2,9 @@
 
 #include <array>
 #include <atomic>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 namespace jax_flash {
@@ -15,15 +17,14 @@ std::atomic<int> pretended{0};
 }  // namespace
 
 StreamScope::StreamScope(const Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {
-  CUcontext wanted = nullptr;
-  if (CUresult code = driver_.cuStreamGetCtx(stream_, &wanted); code != 0) {
+  if (CUresult code = driver_.cuStreamGetCtx(stream_, &context_); code != 0) {
     status_ = Failure{driver_.Explain("cuStreamGetCtx", code)};
     return;
   }
   CUcontext current = nullptr;
   driver_.cuCtxGetCurrent(&current);
-  if (current != wanted) {
-    if (CUresult code = driver_.cuCtxPushCurrent(wanted); code != 0) {
+  if (current != context_) {
+    if (CUresult code = driver_.cuCtxPushCurrent(context_); code != 0) {
       status_ = Failure{driver_.Explain("cuCtxPushCurrent", code)};
       return;
     }
@@ -94,6 +95,37 @@ Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::si
   const CUresult code = scope.driver().cuMemsetD32Async(address, value, words, scope.stream());
   if (code == 0) return Done{};
   return Failure{scope.driver().Explain("cuMemsetD32Async", code)};
+}
+
+Status Recording::Launch(CUstream stream) const {
+  const CUresult code = driver_.cuGraphLaunch(exec_, stream);
+  if (code == 0) return Done{};
+  return Failure{driver_.Explain("cuGraphLaunch", code)};
+}
+
+bool IsCapturing(const StreamScope& scope) {
+  int status = 0;
+  return scope.driver().cuStreamIsCapturing(scope.stream(), &status) != 0 || status != 0;
+}
+
+std::unique_ptr<Recording> Record(StreamScope& scope, const std::function<bool()>& launches) {
+  static auto* mutex = new std::mutex;
+  static auto* recorders = new std::unordered_map<CUcontext, CUstream>;  // which run nothing
+  const Driver& driver = scope.driver();
+  const std::lock_guard<std::mutex> lock(*mutex);
+  CUstream& recorder = (*recorders)[scope.context()];
+  if (recorder == nullptr && driver.cuStreamCreate(&recorder, kNonBlocking) != 0) return nullptr;
+  if (driver.cuStreamBeginCapture(recorder, kCaptureRelaxed) != 0) return nullptr;
+  const CUstream stream = scope.stream();
+  scope.Redirect(recorder);
+  const bool launched = launches();
+  scope.Redirect(stream);
+  CUgraph graph = nullptr;
+  CUgraphExec exec = nullptr;
+  if (driver.cuStreamEndCapture(recorder, &graph) != 0) return nullptr;
+  if (launched && driver.cuGraphInstantiateWithFlags(&exec, graph, 0) != 0) exec = nullptr;
+  driver.cuGraphDestroy(graph);
+  return exec == nullptr ? nullptr : std::make_unique<Recording>(driver, exec);
 }
 
 Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) {

@@ -1,6 +1,6 @@
-// Owns what a handler does with the driver: tensor maps and launches on XLA's stream. Allocates
-// nothing, waits for nothing and asks a stream nothing, so that all of it can be captured in a
-// CUDA graph. Knows neither XLA nor attention. Read next: run_plan.cc.
+// Owns what a handler does with the driver: tensor maps and launches on XLA's stream, and graphs of
+// launches. Waits for nothing, and but for those graphs allocates nothing, so that all launches can
+// be captured in a CUDA graph. Knows neither XLA nor attention. Read next: run_plan.cc.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_
 #define JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_
@@ -8,6 +8,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/jit.h"
@@ -27,11 +29,14 @@ class StreamScope {
   const Status& status() const { return status_; }
   const Driver& driver() const { return driver_; }
   CUstream stream() const { return stream_; }
+  CUcontext context() const { return context_; }
   CUdevice device() const { return device_; }
+  void Redirect(CUstream stream) { stream_ = stream; }  // launches go to another of the context
 
  private:
   const Driver& driver_;
   CUstream stream_;
+  CUcontext context_ = nullptr;
   CUdevice device_ = 0;
   bool pushed_ = false;
   Status status_ = Done{};
@@ -58,6 +63,27 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
 
 // Fills `words` 32-bit words with `value`.
 Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::size_t words);
+
+// Launches that were recorded as a graph.
+class Recording {
+ public:
+  Recording(const Driver& driver, CUgraphExec exec) : driver_(driver), exec_(exec) {}
+  ~Recording() { driver_.cuGraphExecDestroy(exec_); }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  Status Launch(CUstream stream) const;
+
+ private:
+  const Driver& driver_;
+  CUgraphExec exec_;
+};
+
+// Tells whether launches become part of a graph of somebody else's.
+bool IsCapturing(const StreamScope& scope);
+
+// Records what `launches` launches in the scope, which then does not run. Null where the driver
+// refuses, for want of memory say, or `launches` returns false.
+std::unique_ptr<Recording> Record(StreamScope& scope, const std::function<bool()>& launches);
 
 // A dense row-major array [B, T, N, H] seen by TMA: boxes of 128 bytes (64 columns of
 // 16 bits, 32 of float32) by `box_heads` by `box_rows`, in 128-byte swizzled shared memory. Reads

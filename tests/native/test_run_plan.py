@@ -107,6 +107,9 @@ GRIDS = {  # 128 tiles, or blocks of keys: (device, multiprocessors pretended) -
     ]
 }  # fmt: skip
 
+# Recorded at their sixteenth call, and replayed from there.
+REPEATED = [Direct(target, times=20, gpu=gpu) for target in TARGETS for gpu in GPUS]
+
 
 def spoiled() -> list[Direct]:
     """Lists calls whose plans have a word or a line too few, or another number."""
@@ -132,7 +135,7 @@ def recordings(
     tmp_path_factory: pytest.TempPathFactory, shared_folder: Path
 ) -> dict[Case | Direct, Recording]:
     short = [call for calls in SHORT.values() for call in calls]
-    cases = [*NAMED, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *short, *SPOILED]
+    cases = [*NAMED, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *REPEATED, *short, *SPOILED]
     kept = shared_folder / "recordings"  # once for all workers
     with (shared_folder / "recordings-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -194,6 +197,15 @@ def test_l2_heads_are_at_most_all_heads(call: Direct, recordings):
     """Lowering for a symbolic batch knows no bound."""
     (made,) = recordings[call].calls
     assert read_int(call.plan(), made.launches[-1].params, "l2_heads") == call.B * call.N
+
+
+@pytest.mark.parametrize("call", REPEATED, ids=str)
+def test_calls_with_the_same_buffers_are_recorded(call: Direct, recordings):
+    calls = recordings[call].calls
+    assert [x.replayed for x in calls] == [False] * 15 + [True] * 5
+    assert calls[0].launches
+    assert all(x.launches == calls[0].launches for x in calls)
+    assert not any(x.replayed for other in MANY_HEADS for x in recordings[other].calls)
 
 
 @pytest.mark.parametrize("call", GRIDS, ids=str)
