@@ -96,9 +96,10 @@ def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
     middle = dataclasses.replace(middle, q_heads=16, kv_heads=16)
     for change, of_problem, expected in [
         ({}, {}, (3, 80, True, 22)), ({"q_len": 1535, "kv_len": 1025}, {}, (3, 80, True, 22)),
-        ({"kv_heads": 8}, {}, (2, 128, False, 1)), ({"batch": 4}, {}, (2, 128, False, 1)),
+        ({"kv_heads": 8}, {}, (3, 80, True, 64)), ({"batch": 4}, {}, (2, 128, False, 1)),
         ({"kv_len": 1023}, {}, (2, 128, False, 1)), ({}, {"window": (None, 0)}, (2, 128, True, 16)),
         ({"batch": 21, "q_len": 768, "kv_len": 704}, {}, (3, 64, True, 44)),
+        ({"batch": 21, "q_len": 768, "kv_len": 704, "kv_heads": 8}, {}, (3, 64, True, 64)),
         ({"batch": 25, "q_len": 640, "kv_len": 768}, {}, (2, 128, False, 1)),
         ({"batch": 20, "q_len": 832, "kv_len": 768}, {}, (2, 128, False, 1)),
         ({"q_len": 4096, "kv_len": 4096}, {}, (3, 80, False, 1)),

@@ -194,12 +194,13 @@ class _Forward:
     def is_three_middle(self) -> bool:
         """Full attention over fewer keys: units of 192 rows from a counter.
 
-        T 1024 2 % on an H200, none on an H100; T 1280, 896, 768 5, 5, 4 % (H100). Where a row's
-        last unit is short, T 640 is 2 % slower. Groups and fewer rounds were not timed.
+        T 1024 2 % on an H200, none on an H100; T 1280, 896, 768 5, 5, 4 % (H100). Groups of 4 or 8
+        heads: T 1024 2 to 5 %, T 1280 8, T 768 8 (H200). Where a row's last unit is short, T 640 is
+        2 % slower. Fewer rounds were not timed.
         """
         queries, keys = known(self.shapes.q_len, 0), known(self.shapes.kv_len, 0)
         few, most, units = min(queries, keys), max(queries, keys), self.units_of(192) or 0
-        many = units >= 10 * multiprocessors(self.gpu) and group_size(self.shapes) == 1
+        many = units >= 10 * multiprocessors(self.gpu)
         alone = self.is_plain and not (self.is_uneven or self.problem.split or self.halves)
         filled = 12 * queries >= 11 * 192 * -(-queries // 192)
         middle = 1024 <= few <= most < _LONG or (704 <= few <= most < 1024 and filled)
@@ -273,6 +274,9 @@ class _Forward:
 
     @property
     def l2_heads(self) -> int:
+        if self.is_three_middle:  # groups by 24 or 128: T 1024 1 to 9 % slower
+            few = 22 if known(self.shapes.kv_len, 0) >= 1024 else 44
+            return few if group_size(self.shapes) == 1 else 64
         # Heads together even out units of unequal length; more of short sequences: 3 to 8 % slower.
         if not self.is_uneven:
             return 1
@@ -436,8 +440,8 @@ _OF_THREE_64 = {**_OF_THREE, "block_kv": 64}
 _OF_TEAMS = {"block_kv": 64, "teams": 2, "stages": 5, "query_stages": 2, "ping_pong": False}
 _OF_NARROW = {**_OF_TEAMS, "stages": 2}
 _OF_TILES = {**_OF_TEAMS, "consumers": 1, "teams": 3, "stages": 2, "batches_together": False}
-_OF_MIDDLE = {**_OF_THREE, "block_kv": 80, "stages": 3, "dynamic": True, "l2_heads": 22}
-_OF_MIDDLE_64 = {**_OF_THREE_64, "dynamic": True, "l2_heads": 44}
+_OF_MIDDLE = {**_OF_THREE, "block_kv": 80, "stages": 3, "dynamic": True}
+_OF_MIDDLE_64 = {**_OF_THREE_64, "dynamic": True}
 _FORWARD = (
     # float32 in halves: a tile has two planes.
     _row(lambda x: x.halves and x.widest <= 64, producer_registers=24, **_OF_THREE_64),
