@@ -119,6 +119,7 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
         float8=True,
         apart=True,
         product_sums=sums,
+        splits=not uneven,
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
         # Ids of segments take the producer's; of two warpgroups 24 are too few for scales.

@@ -24,6 +24,7 @@
 //   bool kBatchesTogether     units of a head follow each other through the batch rows
 //   bool kDynamic             units from an atomic counter, else static
 //   int kTeams                of a producer and its consumers, with units of their own
+//   bool kSplits              units of the last wave are in parts (forward_parts.cuh)
 //   bool kFades               blocks that a falling line hides are left out (forward_fading.cuh)
 //   int kCutDocuments         queries of a document from which on units begin where it does, with
 //                             segments (forward_documents.cuh); 0: they do not

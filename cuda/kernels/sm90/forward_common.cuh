@@ -98,6 +98,15 @@ __device__ __forceinline__ int in_schedule(int number) {
 
 inline constexpr int kNoUnit = -1;  // in the place of a batch row: the schedule is at its end
 
+// With kSplits numbers from p.first_split on are of parts: p.split_parts of each unit that the last
+// wave would have whole, which have a part of its keys each (forward_parts.cuh). A template: other
+// programs have no such parameters.
+template <class Params>
+__device__ __forceinline__ int part_at(const Params& p, int number) {
+  if constexpr (kSplits) return in_schedule(number) - p.first_split;
+  return -1;
+}
+
 // Which unit a number of the schedule stands for.
 struct UnitIndex {
   int query_block;
@@ -116,8 +125,14 @@ __device__ __forceinline__ int batch_in_common(const ForwardParams& p) {
   return kTails ? p.batch - p.requests : p.batch;
 }
 // The unit of a number, walked again or not.
-__device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number) {
-  const int index = in_schedule(number), units = units_of_head(p);
+template <class Params>
+__device__ __forceinline__ UnitIndex unit_at(const Params& p, int number) {
+  int index = in_schedule(number);
+  if constexpr (kSplits) {
+    const int part = part_at(p, number);
+    if (part >= 0) index = p.first_split + part / p.split_parts;
+  }
+  const int units = units_of_head(p);
   const int heads = p.query_heads / kPackedHeads, all_heads = heads * batch_in_common(p);
   if (index >= units * all_heads) return {0, 0, kNoUnit};
   const HeadBlock at = head_block(index, units, all_heads, p.l2_heads);
@@ -126,6 +141,14 @@ __device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number)
   const int unit = kLateSeeMost ? units - 1 - at.block : at.block;
   if constexpr (kBatchesTogether) return {unit, at.head / p.batch, at.head % p.batch};
   return {unit, at.head - batch * heads, batch};
+}
+
+// Numbers of the schedule, units to walk again aside.
+template <class Params>
+__device__ __forceinline__ int numbers_of(const Params& p) {
+  const int units = batch_in_common(p) * (p.query_heads / kPackedHeads) * units_of_head(p);
+  if constexpr (kSplits) return p.first_split + (units - p.first_split) * p.split_parts;
+  return units;
 }
 
 // The unit that a number of the marks stands for: with kInCommon in the order of the results.

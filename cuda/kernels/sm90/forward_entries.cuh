@@ -191,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
   if constexpr (kTails) ptx::let_the_next_kernel_start();
   ptx::wait_for_the_kernel_ahead();
   if (is_left_to_other(p)) return;  // then there are no marks
-  const int heads = batch_in_common(p) * (p.query_heads / kPackedHeads);
-  const int tiles = heads * units_of_head(p) * kWarpsOfConsumers;
+  const int tiles = numbers_of(p) * kWarpsOfConsumers;
   const int warps_first = blockIdx.x * kExactWarps + warp;
   // Most often there are no marks. To see so takes no step across the repair's 40 KB of code, which
   // no cache holds by then: an H100's calls took 1 to 3 us longer with such a step.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/forward_pages.cuh"
+#include "sm90/forward_parts.cuh"
 #include "sm90/forward_walk.cuh"
 
 namespace forward {
@@ -352,6 +353,8 @@ struct Producer : Loads {
         pieces.request = keys.own.request;
         pieces.first_block = keys.first_block;
       }
+      // Of a part: keys count from its first.
+      const int first_block = kSplits ? narrow_to_part(p, number, seen) : 0;
       unit.query_length = seen.query_length;
       unit.kv_length = seen.kv_length;
       unit.offset = seen.offset;
@@ -373,10 +376,10 @@ struct Producer : Loads {
         // Without kBeginsNear unit.blocks.begin, but plain kernels would be other ones.
         const int last = kBeginsNear ? last_of_walk(unit.blocks, block) : 0;
         const auto is_last = [&] { return block == (kBeginsNear ? last : unit.blocks.begin); };
-        load_key(walk, unit, kv_head, block);
+        load_key(walk, unit, kv_head, first_block + block);
         load_query(walk, unit);
         if (kAsksLate && is_last()) request_number(number);
-        load_value(walk, kv_head, block, unit.batch);
+        load_value(walk, kv_head, first_block + block, unit.batch);
         if constexpr (kHasSegments) {  // the next unit's plan on its way into L1
           const UnitIndex next = unit_at(p, receive_number());
           if (next.batch != kNoUnit && lane() < kUnitPlans) ptx::prefetch(walk.plan_of(next));
@@ -384,9 +387,9 @@ struct Producer : Loads {
 #pragma unroll 1
         while (kBeginsNear ? block != last : block > unit.blocks.begin) {
           block = walk.next(unit, block);
-          load_key(walk, unit, kv_head, block);
+          load_key(walk, unit, kv_head, first_block + block);
           if (kAsksLate && is_last()) request_number(number);
-          load_value(walk, kv_head, block, unit.batch);
+          load_value(walk, kv_head, first_block + block, unit.batch);
         }
       }
       number = next_unit();

@@ -111,7 +111,7 @@ struct UnitResults : Warpgroup {
       ResultElement::Bits* out = out_of(t, query, head);
       const int c = lane() % 4;
       result.store(out, c, empty, output, row, factor);
-      if (c == 0) p.lse[lse_row(p, t.batch, query, head)] = empty ? empty_lse(t, head) : lse;
+      if (c == 0) lse_of(t, query, head) = empty ? empty_lse(t, head) : lse;
     }
     return nonfinite;
   }
@@ -141,8 +141,31 @@ struct UnitResults : Warpgroup {
   // The first element of a row of the result.
   __device__ __forceinline__ ResultElement::Bits* out_of(const UnitInfo& t, int query,
                                                          int head) const {
+    if constexpr (kSplits) {
+      if (auto* rows = part_rows(p, t)) return rows + (query - t.first_row) * kValueDim;
+    }
     return static_cast<ResultElement::Bits*>(p.out) +
            query_row(p, t.batch, query, head) * kValueDim;
+  }
+  __device__ __forceinline__ float& lse_of(const UnitInfo& t, int query, int head) const {
+    if constexpr (kSplits) {
+      if (float* rows = part_lse(p, t)) return rows[query - t.first_row];
+    }
+    return p.lse[lse_row(p, t.batch, query, head)];
+  }
+  // Where the results of a part lie; null: the unit is whole.
+  template <class Params>
+  static __device__ __forceinline__ ResultElement::Bits* part_rows(const Params& p,
+                                                                   const UnitInfo& t) {
+    const int part = part_at(p, t.number);
+    if (part < 0) return nullptr;
+    return static_cast<ResultElement::Bits*>(p.parts) +
+           static_cast<int64>(part) * (kUnitRows * kValueDim);
+  }
+  template <class Params>
+  static __device__ __forceinline__ float* part_lse(const Params& p, const UnitInfo& t) {
+    const int part = part_at(p, t.number);
+    return part < 0 ? nullptr : p.part_lse + part * kUnitRows;
   }
   // Leaves rows of the warp, a bit each, to flash_forward_exact. The producer's warpgroup has no
   // mark.
@@ -195,7 +218,7 @@ struct UnitResults : Warpgroup {
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
       store_zeros(t, out_of(t, query, head));
       if (lane() % 4 == 0) {
-        p.lse[lse_row(p, t.batch, query, head)] = empty_lse(t, head);
+        lse_of(t, query, head) = empty_lse(t, head);
       }
     }
   }

@@ -36,6 +36,7 @@ from jax_flash._gpu.sizes import (
     at_most,
     ceil_div,
     equal,
+    maximum,
     minimum,
     product,
 )
@@ -54,6 +55,8 @@ _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges an
 _NORM_ROWS = 64  # of a warp of row_norms
 _EXACT_THREADS = 256  # of flash_forward_exact and flash_forward_merge
 _MERGED_ROWS = 16  # of a CTA of flash_forward_merge
+_MOST_PARTS = 144  # at once: multiprocessors of the largest Hopper
+_PART_BLOCKS = 4  # of a part, at least
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -195,7 +198,12 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "unsigned*",
                 "marks",
-                Scratch("s32", (B, heads, query_blocks, 4 * warpgroups)),
+                Scratch(
+                    "s32",
+                    (_units(tiling) + _most_parts(tiling), 4 * warpgroups)
+                    if tiling.splits
+                    else (B, heads, query_blocks, 4 * warpgroups),
+                ),
                 "of the 16 rows of each warp those that came out with NaN or infinity, for "
                 "flash_forward_exact; bit 4 * r is row r, bit 4 * r + 1 row r + 8",
             ),
@@ -280,7 +288,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             *paged.fields(
                 query_blocks if tiling.page_size else None, tiling.in_common, tiling.tail_rows > 0
             ),
-            *(_float8_fields(call, shapes) if tiling.float8 else ()),
+            *(_float8_fields(call, shapes, tiling) if tiling.float8 else ()),
         ),
     )
 
@@ -297,7 +305,29 @@ def _columns_map(call: Call, shapes: Shapes) -> Map:
     return Map(name, "bf16", columns, shapes.value_dim)
 
 
-def _float8_fields(call: Call, shapes: Shapes) -> tuple[Field, ...]:
+def _units(tiling: ForwardTiling) -> AnySize:
+    return product(units_of_head(tiling), B, N // tiling.packed_heads)
+
+
+def _most_parts(tiling: ForwardTiling) -> AnySize:
+    """Counts the parts of units of the last wave, at most."""
+    blocks = ceil_div(S, tiling.block_kv) // _PART_BLOCKS
+    return minimum(_MOST_PARTS, product(_units(tiling), blocks))
+
+
+def _parts(tiling: ForwardTiling) -> tuple[AnySize, AnySize]:
+    """Returns the number of the first unit that is in parts, and the parts of each.
+
+    All of them fit the multiprocessors at once: longer last waves would gain less than parts cost.
+    """
+    units, sms = _units(tiling), minimum(SMS, _MOST_PARTS)
+    rest = units % sms
+    blocks = ceil_div(S, tiling.block_kv) // _PART_BLOCKS
+    parts = minimum(sms // maximum(rest, 1), blocks)
+    return units - rest * at_most(2, parts), maximum(parts, 1)
+
+
+def _float8_fields(call: Call, shapes: Shapes, tiling: ForwardTiling) -> tuple[Field, ...]:
     columns = Scratch("u8", (B, K, shapes.value_dim, ceil_div(S, 128) * 128))
     made = None if _has_columns(call) else columns
     return (
@@ -305,6 +335,19 @@ def _float8_fields(call: Call, shapes: Shapes) -> tuple[Field, ...]:
         Field("const float*", "query_scales", "q_scale", "[B, ceil(T / 64), N]"),
         Field("const float*", "key_scales", "k_scale", "[B, ceil(S / 128), K]"),
         Field("const float*", "value_scales", "v_scale", "[B, ceil(S / 128), K]"),
+        *(_part_fields(call, shapes, tiling) if tiling.splits else ()),
+    )
+
+
+def _part_fields(call: Call, shapes: Shapes, tiling: ForwardTiling) -> tuple[Field, ...]:
+    first, parts = _parts(tiling)
+    rows = _most_parts(tiling), tiling.block_q
+    out = Scratch(name_of(call.problem.dtype), (*rows, shapes.value_dim))
+    return (
+        Field("void*", "parts", out, "results of parts, [part, 64 * kConsumers, Hv], kSplits"),
+        Field("float*", "part_lse", Scratch("f32", rows), "[part, 64 * kConsumers]"),
+        Field("int", "first_split", first, "units before it are whole"),
+        Field("int", "split_parts", parts, "of a unit, >= 1"),
     )
 
 
@@ -313,7 +356,17 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     warpgroups = tiling.block_q // 64
     query_blocks = units_of_head(tiling)
     key_blocks = ceil_div(S, tiling.block_kv)
-    units = product(query_blocks, B, N // tiling.packed_heads)
+    units = _units(tiling)
+    if tiling.splits:
+        first, parts = _parts(tiling)
+        join = Kernel(
+            "flash_forward_join",
+            (units - first) * 4 * warpgroups,
+            _EXACT_THREADS,
+            beside=True,
+            overlaps=True,
+        )
+        units = first + (units - first) * parts
     steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
     makes_columns = tiling.float8 and not _has_columns(call)
     if makes_columns:
@@ -361,6 +414,8 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         beside=True,
         overlaps=True,
     )
+    if tiling.splits:
+        return *steps, main, join, exact
     if not tiling.tail_rows:
         return *steps, main, exact
     rows = ceil_div(product(paged.REQUESTS, T, N), _MERGED_ROWS)

@@ -41,6 +41,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kBatchesTogether": tiling.batches_together,
         "kDynamic": tiling.dynamic,
         "kTeams": tiling.teams,
+        "kSplits": tiling.splits,
         "kFades": tiling.fades,
         "kCutDocuments": tiling.cut_documents,
         "kCutsAligned": tiling.cuts_aligned,
@@ -198,8 +199,12 @@ class ForwardSchedule:
 
     @property
     def late_see_most(self) -> bool:
-        """Late queries see most keys, causal and of most block masks: the longest units first."""
-        return self.problem.window[1] is not None or self.shapes.block_mask is not None
+        """Late queries see most keys, causal and of most block masks: the longest units first.
+
+        Before parts come those that have fewer rows than others.
+        """
+        causal = self.problem.window[1] is not None
+        return causal or self.shapes.block_mask is not None or self.tiling.splits
 
     @property
     def _list_is_all(self) -> bool:

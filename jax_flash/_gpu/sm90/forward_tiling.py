@@ -42,6 +42,7 @@ class ForwardTiling:
     float8: bool = False  # operands are float8 with scales, and values come as columns
     product_sums: bool = False  # likewise, and a product with ones adds up the weights of rows
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
+    splits: bool = False  # units of the last wave are in parts along their keys, of float8
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
     cuts_aligned: bool = False  # also where it begins and ends with a warpgroup's rows
