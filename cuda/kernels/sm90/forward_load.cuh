@@ -353,7 +353,7 @@ struct Producer : Loads {
         pieces.request = keys.own.request;
         pieces.first_block = keys.first_block;
       }
-      // Of a part: keys count from its first.
+      // Keys of a part count from its first.
       const int first_block = kSplits ? narrow_to_part(p, number, seen) : 0;
       unit.query_length = seen.query_length;
       unit.kv_length = seen.kv_length;
