@@ -180,10 +180,10 @@ CALLS = {
     "equal, 64": Float8Call(130, 600, 64, options={"scale": 1e-4}),
     "quantised, 64": Float8Call(150, 200, 64, quantize=True, with_lse=False),
     # Units of the last wave in parts along their keys, the last of them shorter.
-    "parts, 128": Float8Call(70, 1100, 128, heads=(1, 1)),
-    "parts, decisive": Float8Call(5, 1100, 128, heads=(1, 1), options={"scale": 0.5}),
-    "parts, 64": Float8Call(5, 1030, 64, heads=(1, 1), with_lse=False),
-    "parts, 256, float32": Float8Call(5, 1030, 256, options={"out_dtype": "float32"}),
+    "parts, 128": Float8Call(70, 1300, 128, heads=(1, 1)),
+    "parts, decisive": Float8Call(5, 1300, 128, heads=(1, 1), options={"scale": 0.5}),
+    "parts, 64": Float8Call(5, 1300, 64, heads=(1, 1), with_lse=False),
+    "parts, 256, float32": Float8Call(5, 1300, 256, options={"out_dtype": "float32"}),
     "window, softcap, 64/80": Float8Call(
         *(150, 200, 64, 80), options={"local_window_size": (50, 20), "softcap": 3.0}
     ),

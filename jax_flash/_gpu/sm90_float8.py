@@ -15,9 +15,10 @@ from jax_flash._gpu.buffers import dims_of, operands_of, results_of
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.sm90.forward import l2_heads_of
-from jax_flash._gpu.sm90.forward_launch import forward_launch
+from jax_flash._gpu.sm90.forward_launch import PART_BLOCKS, forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
+from jax_flash._gpu.sm90.hopper import multiprocessors
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import known
 from jax_flash._problem import Problem, Shapes
@@ -103,6 +104,7 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
     # Three warpgroups hide one another's waits. Each has registers for its output and for scores,
     # which a block's output takes the place of.
     three = fits if widest <= 64 else widest <= _NARROW and not crowded
+    consumers = 3 if three else 2
     # A product with ones saves 64 of 320 instructions of a block. Its sums are in registers that
     # the output leaves of the scores': head dim 128 has none, and with sinks ptxas finds too few.
     # Full attention of 16384 positions took 2 % more time, causal and shorter calls 9 to 10 % less
@@ -113,18 +115,35 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
         shapes.head_dim,
         shapes.value_dim,
         block_kv=128,
-        consumers=3 if three else 2,
+        consumers=consumers,
         stages=4 if widest <= _NARROW else 3,
         ping_pong=crowded,  # else 1 to 4 % slower
         float8=True,
         apart=True,
         product_sums=sums,
-        splits=not uneven,
+        splits=not uneven and splits_last_wave(shapes, gpu, 64 * consumers),
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
         # Ids of segments take the producer's; of two warpgroups 24 are too few for scales.
         producer_registers=56 if segments and widest > 64 else 40,
     )
+
+
+def splits_last_wave(shapes: Shapes, gpu: GpuSpec, rows: int) -> bool:
+    """Tells whether units of the last wave are in parts along their keys.
+
+    By a count of blocks of keys: a unit's ends take as long as three, what joins parts as four.
+    Kernels that may have parts, and have none, took 0 to 3 % more time (H200, 2026-11-28).
+    """
+    batch, heads, queries, keys = shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len
+    if not all(isinstance(size, int) for size in (batch, heads, queries, keys)):
+        return False
+    sms, blocks = multiprocessors(gpu), -(-keys // 128)
+    waves, rest = divmod(batch * heads * -(-queries // rows), sms)
+    parts = min(sms // max(rest, 1), blocks // PART_BLOCKS)
+    whole = (waves + 1) * (blocks + 3)
+    in_parts = waves * (blocks + 3) + blocks / max(parts, 1) + 3 + 4
+    return rest > 0 and parts > 1 and in_parts < 0.97 * whole
 
 
 def is_crowded(problem: Problem) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import jax_flash
 from jax_flash import _backends, _gpu
 from jax_flash._float8 import DTYPE
+from jax_flash._gpu.sm90_float8 import splits_last_wave
 from jax_flash._ops.float8 import Float8
 from jax_flash._problem import Problem, Shapes
 
@@ -59,3 +60,15 @@ def test_rounded_weights_are_added_up_where_nobody_reads_lse():
     assert not read(attend)
     assert read(lambda x: attend(x, return_lse=True))
     assert read(jax.grad(lambda x: attend(x).astype("float32").sum()))
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "rows", "splits"),
+    [(1, 16, 16384, 192, True), (2, 16, 8192, 192, True), (4, 16, 4096, 192, False),
+     (1, 8, 16384, 128, False), (1, 1, 8192, 192, True), (1, 1, 700, 192, False)],
+)  # fmt: skip
+def test_units_of_the_last_wave_are_in_parts_where_that_is_faster(
+    batch: int, heads: int, length: int, rows: int, splits: bool
+):
+    shapes = Shapes(batch, length, length, heads, heads, 128, 128)
+    assert splits_last_wave(shapes, _gpu.spec.GPUS["H100"], rows) == splits

@@ -56,7 +56,7 @@ _NORM_ROWS = 64  # of a warp of row_norms
 _EXACT_THREADS = 256  # of flash_forward_exact and flash_forward_merge
 _MERGED_ROWS = 16  # of a CTA of flash_forward_merge
 _MOST_PARTS = 144  # at once: multiprocessors of the largest Hopper
-_PART_BLOCKS = 4  # of a part, at least
+PART_BLOCKS = 4  # of a part, at least
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -311,7 +311,7 @@ def _units(tiling: ForwardTiling) -> AnySize:
 
 def _most_parts(tiling: ForwardTiling) -> AnySize:
     """Counts the parts of units of the last wave, at most."""
-    blocks = ceil_div(S, tiling.block_kv) // _PART_BLOCKS
+    blocks = ceil_div(S, tiling.block_kv) // PART_BLOCKS
     return minimum(_MOST_PARTS, product(_units(tiling), blocks))
 
 
@@ -322,7 +322,7 @@ def _parts(tiling: ForwardTiling) -> tuple[AnySize, AnySize]:
     """
     units, sms = _units(tiling), minimum(SMS, _MOST_PARTS)
     rest = units % sms
-    blocks = ceil_div(S, tiling.block_kv) // _PART_BLOCKS
+    blocks = ceil_div(S, tiling.block_kv) // PART_BLOCKS
     parts = minimum(sms // maximum(rest, 1), blocks)
     return units - rest * at_most(2, parts), maximum(parts, 1)
 
