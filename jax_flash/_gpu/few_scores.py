@@ -40,10 +40,9 @@ _ODD_SCORES, _EVEN_SCORES = 1 << 18, 1 << 15
 # to 14 us, with gradients 56 to 42. 16 x 16 scores take 1.2 times as long.
 _LOADED_UNIT, _LOADED_UNITS = 8 * 8, 512
 # 16 bits, heads wider than 128, one unit a head that walks long keys: H200, 1 x 2 x 512, 20/1 heads
-# of 232 16 to 8 us, with gradients 75 to 24; 1 x 9 x 1024, 2 of 160 18 to 12, 33 to 28.
+# of 232 16 to 8 us, with gradients 75 to 24; 1 x 9 x 1024, 2 of 160 18 to 12, 33 to 28 (in float16
+# 17 to 9, 32 to 37).
 _WALK_QUERIES, _WALK_KEYS, _WALK_HEADS, _WALK = 16, 512, 32, 1 << 23
-# 16 bits, gradients beside a mask: H200, 188 x 8, 8 heads of 80 68 to 24 us.
-_MASKED_UNIT, _MASKED_UNITS = 8 * 8, 1024
 # 16 bits, one query of few keys, whatever heads share: H100, 1000 rows of 8 keys, 8/2 heads of 128
 # 53 to 41 us, with gradients 108 to 87; 2^16 scores were measured.
 _ONE_QUERY_KEYS, _ONE_QUERY_SCORES = 16, 1 << 16
@@ -108,12 +107,9 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
 def _are_empty(call: Call, shapes: Shapes, scores: int) -> bool:
     """Tells whether units of kernels are many and have few scores each, beside a bias or dropout.
 
-    A mask's have kernels of their own, which are as fast but with few scores and gradients. Sinks
-    and functions were not timed.
+    A mask's have kernels of their own, which are as fast. Sinks and functions were not timed.
     """
     units = shapes.batch * shapes.q_heads
-    if call.problem.terms == ("mask",) and call.target == "backward" and units >= _MASKED_UNITS:
-        return scores <= units * _MASKED_UNIT
     timed = {*_LOADED_TERMS, "dropout_state"}.issuperset(call.problem.terms)
     alone = {"bias", "dropout_state"}.isdisjoint(call.problem.terms)
     if alone or not timed or call.problem.softcap is not None or call.problem.score is not None:

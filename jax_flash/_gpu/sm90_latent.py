@@ -34,6 +34,8 @@ _MOST_PARTS = 144  # whose factors the second kernel has place for
 # CTAs of a cluster, the positions of one of them, and the multiprocessors that have one: all that
 # are part of a GPC with room for another are not (decode.py).
 _LARGE_CLUSTER, _MOST_IN_CLUSTER, _IN_LARGE_CLUSTERS = 8, 256, 0.9
+# Keys and rows at least, query heads at most: four and eight rows of 2048, 16 heads, are faster.
+_LEAST_OF_CLUSTER, _ROWS_OF_CLUSTERS, _HEADS_OF_CLUSTER = 1024, 2, 32
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 
 
@@ -212,13 +214,17 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec, shares: int) -> int:
 
     All rows are equally long, so no CTA waits for others, and one launch is enough: 8 rows of 2048,
     16 heads, take 19.5 us of a chain where two launches and twice as many CTAs take 22.9; with 16
-    rows in clusters of 8 as many CTAs take 3 to 10 % longer (H200).
+    rows in clusters of 8 as many CTAs take 3 to 10 % longer, 64 heads 5 %, 512 keys 76 %, and one
+    row takes 5 % longer or 17 % less, by the run (H200).
     """
     units, most = shapes.batch * shares, _IN_LARGE_CLUSTERS * multiprocessors(gpu)
     if call.appends or call.problem.dtype != "bfloat16" or not isinstance(shapes.kv_len, int):
         return 1
-    is_short = shapes.kv_len <= _LARGE_CLUSTER * _MOST_IN_CLUSTER
-    return _LARGE_CLUSTER if is_short and units * _LARGE_CLUSTER <= most else 1
+    if not _LEAST_OF_CLUSTER <= shapes.kv_len <= _LARGE_CLUSTER * _MOST_IN_CLUSTER:
+        return 1
+    if shapes.batch < _ROWS_OF_CLUSTERS or shapes.q_heads > _HEADS_OF_CLUSTER:
+        return 1
+    return _LARGE_CLUSTER if units * _LARGE_CLUSTER <= most else 1
 
 
 def _parts(batch: Any, most: int) -> int:

@@ -86,8 +86,9 @@ def test_caches_of_eight_bits_run_with_many_rows_as_with_few(dims, paged):
 
 @pytest.mark.parametrize(
     ("batch", "count", "places", "cluster"),
-    [(0, 2048, False, 1), (1, 2048, True, 8), (8, 2048, True, 8), (8, 2049, True, 1),
-     (14, 600, True, 8), (15, 600, True, 1), (16, 600, True, 1), (128, 2048, False, 1)],
+    [(0, 2048, False, 1), (1, 2048, True, 1), (8, 2048, True, 8), (8, 2049, True, 1),
+     (2, 1024, True, 8), (8, 1023, True, 1), (14, 1500, True, 8), (15, 1500, True, 1),
+     (16, 1500, True, 1), (128, 2048, False, 1)],
 )  # fmt: skip
 def test_chosen_keys_are_read_as_they_are_where_parts_share_rows(batch, count, places, cluster):
     call = Decode(PLAIN, None, value_dim=512, paged=True, packs=True)

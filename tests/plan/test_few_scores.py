@@ -98,16 +98,6 @@ def test_boxes_that_begin_early_load_fast_enough():
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "taken"), [(128, 8, True), (127, 8, False), (128, 9, False)]
-)
-def test_which_gradients_beside_a_mask(batch: int, length: int, taken: bool):
-    shapes = Shapes(batch, length, length, 8, 8, 80, 80)
-    calls = passes(Problem(dtype="float16", scale=0.1, terms=("mask",)))
-    found = {name: _gpu.few_scores.takes(call, shapes, H200) for name, call in calls.items()}
-    assert found == {"forward": False, "backward": taken}
-
-
-@pytest.mark.parametrize(
     ("sizes", "change", "taken"),
     [
         ({}, {}, True),

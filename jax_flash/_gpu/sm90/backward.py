@@ -535,7 +535,7 @@ _TURNS = {
 }
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
-_SHARED_STEPS = 32  # of a unit that CTAs share
+_SHARED_STEPS = 16  # of a unit that CTAs share: T 1024 and more were timed
 _UNIT_ENDS = 1  # of a short unit, as long as one head of it: assumed
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 

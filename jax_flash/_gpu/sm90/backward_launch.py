@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 
 
-_SHARE = 512  # queries at least: each share adds to sums of dk and dv
+_SHARE = 256  # queries at least: each share adds to sums of dk and dv
 
 
 def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launch:
