@@ -58,6 +58,14 @@ def test_forward_tilings_fit_the_gpu(head_dim, value_dim, window):
     assert 128 * (producer + tiling.consumers * consumer) <= 65536
 
 
+@pytest.mark.parametrize("head_dim", range(136, 257, 8))
+def test_blocks_of_wide_heads_of_unequal_dims_fit_the_gpu(head_dim):
+    for value_dim in range(8, 257, 8):
+        for kv_len in (138, 4096):
+            shapes = dataclasses.replace(replace_dims(head_dim, value_dim), kv_len=kv_len)
+            assert plan("forward", PLAIN, shapes).shared_bytes <= H200.shared_bytes, shapes
+
+
 def test_queries_are_held_where_registers_are_left():
     shapes = dataclasses.replace(replace_dims(128, 128), q_len=1024, kv_len=1024)
     for scale in (0.125, -0.125):

@@ -25,6 +25,7 @@ from jax_flash._gpu.traits import (
     is_ragged,
     known,
 )
+from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
 # Candidates that some terms make spill, as spills_table.py has them.
@@ -436,6 +437,7 @@ class _Forward:
             return 32 if self.bytes_of_bias == 4 else 48
         narrow = self.dims <= 320 or self.widest <= 192
         most = 112 if narrow else 96 if self.dims <= 384 else 80
+        most = min(most, self.keys_with_room)
         # With 512 keys the last block of 80 is more than half past the end: 3 to 5 %.
         if self.is_light:
             return self._block_of_few(most)
@@ -445,6 +447,13 @@ class _Forward:
             return 64 if is_plane(self.shapes) else 48  # by TMA: no registers
         full = self.ends_beside_keys or (self.is_mapped and self.problem.masked)
         return min(most, 48 if full else 64)
+
+    @property
+    def keys_with_room(self) -> int:
+        """Counts the keys of a block of which two fit in shared memory beside 128 queries."""
+        queries, values = boxes(self.shapes.head_dim), boxes(self.shapes.value_dim)
+        rows = (self.gpu.shared_bytes - 2048) // 128 - 128 * queries
+        return rows // (2 * (queries + values)) // 16 * 16
 
     def _block_of_few(self, most: int) -> int:
         """Keys of a block of up to so many: of up to 512 keys those with the fewest past the end.
