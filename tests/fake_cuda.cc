@@ -50,6 +50,7 @@ const auto kContext = reinterpret_cast<CUcontext>(0x11);
 const auto kStream = reinterpret_cast<CUstream>(0x22);
 const auto kRecorder = reinterpret_cast<CUstream>(0x33);
 bool same_addresses = false;
+int devices = 1;  // that are seen
 std::string before;  // notes, while the recorder captures
 CUcontext current_context = nullptr;
 CUdevice current_device = 0;
@@ -168,6 +169,7 @@ extern "C" {
 
 void FakeSetHandler(XLA_FFI_Handler* of_calls) { handler = of_calls; }
 void FakeSetDevice(int device) { current_device = device; }
+void FakeSetDevices(int count) { devices = count; }
 void FakeKeepAddresses(bool same) { same_addresses = same; }
 XLA_FFI_Error* FakeCall(XLA_FFI_CallFrame* frame) { return Call(frame); }
 const char* FakeTakeNotes() {
@@ -212,6 +214,10 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   if (attribute != kMultiprocessorCount || device < 0 || device > 1) return kInvalidValue;
   *value = kMultiprocessors[device];
+  return 0;
+}
+CUresult cuDeviceGetCount(int* count) {
+  *count = devices;
   return 0;
 }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {

@@ -53,6 +53,7 @@ class Direct:
     l2_heads: int = 1
     dq_row_bytes: int = 0  # backward
     device: int = 0
+    devices: int = 1  # that the process sees
     times: int = 1  # more: with the same addresses
     pretended: int = 0  # multiprocessors
     gpu: str = "H100"
@@ -227,6 +228,7 @@ def main() -> None:
             _gpu.spec.present = _present(case.gpu if isinstance(case, On) else None)
             case = case.case if isinstance(case, On) else case
             fake.FakeSetDevice(case.device if direct else 0)
+            fake.FakeSetDevices(case.devices if direct else 1)
             fake.FakeKeepAddresses(direct and case.times > 1)
             _native.pretend_multiprocessors(case.pretended if direct else 0)
             values = case.run() if direct else case.draw().run(None)

@@ -79,6 +79,7 @@ struct Driver {
                                void** extra);
   CUresult (*cuMemsetD32Async)(CUdeviceptr target, unsigned value, std::size_t count,
                                CUstream stream);
+  CUresult (*cuDeviceGetCount)(int* count);  // that the process sees
   CUresult (*cuStreamCreate)(CUstream* stream, unsigned flags);
   CUresult (*cuStreamIsCapturing)(CUstream stream, int* status);  // 0: it does not
   CUresult (*cuStreamBeginCapture)(CUstream stream, CUstreamCaptureMode mode);

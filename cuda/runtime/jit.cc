@@ -51,6 +51,7 @@ Result<const Driver*> OpenDriver() {
   JAX_FLASH_FIND(cuCtxGetCurrent);
   JAX_FLASH_FIND(cuCtxGetDevice);
   JAX_FLASH_FIND(cuDeviceGetAttribute);
+  JAX_FLASH_FIND(cuDeviceGetCount);
   JAX_FLASH_FIND(cuStreamGetCtx);
   JAX_FLASH_FIND(cuLibraryLoadData);
   JAX_FLASH_FIND(cuLibraryGetKernel);

@@ -103,9 +103,11 @@ Status Recording::Launch(CUstream stream) const {
   return Failure{driver_.Explain("cuGraphLaunch", code)};
 }
 
-bool IsCapturing(const StreamScope& scope) {
+bool MayRecord(const StreamScope& scope) {
   int status = 0;
-  return scope.driver().cuStreamIsCapturing(scope.stream(), &status) != 0 || status != 0;
+  int devices = 0;
+  if (scope.driver().cuStreamIsCapturing(scope.stream(), &status) != 0 || status != 0) return false;
+  return scope.driver().cuDeviceGetCount(&devices) == 0 && devices == 1;
 }
 
 std::unique_ptr<Recording> Record(StreamScope& scope, const std::function<bool()>& launches) {

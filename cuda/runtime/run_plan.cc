@@ -268,7 +268,7 @@ class Run {
 
   // Launches what was recorded of such a call. A graph of XLA's takes the launches themselves.
   bool Replay(bool* due) {
-    if (IsCapturing(*scope_)) return false;
+    if (!MayRecord(*scope_)) return false;
     key_ = {reinterpret_cast<std::uint64_t>(scope_->context()), Generation()};
     for (const std::int64_t number : numbers_) key_.push_back(static_cast<std::uint64_t>(number));
     for (void* data : data_) key_.push_back(reinterpret_cast<std::uint64_t>(data));

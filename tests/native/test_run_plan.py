@@ -109,6 +109,7 @@ GRIDS = {  # 128 tiles, or blocks of keys: (device, multiprocessors pretended) -
 
 # Recorded at their sixteenth call, and replayed from there.
 REPEATED = [Direct(target, times=20, gpu=gpu) for target in TARGETS for gpu in GPUS]
+OF_SEVERAL = Direct("forward", times=20, devices=2, B=3)  # which may wait for each other
 
 
 def spoiled() -> list[Direct]:
@@ -135,7 +136,7 @@ def recordings(
     tmp_path_factory: pytest.TempPathFactory, shared_folder: Path
 ) -> dict[Case | Direct, Recording]:
     short = [call for calls in SHORT.values() for call in calls]
-    cases = [*NAMED, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *REPEATED, *short, *SPOILED]
+    cases = [*NAMED, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *REPEATED, OF_SEVERAL, *short, *SPOILED]
     kept = shared_folder / "recordings"  # once for all workers
     with (shared_folder / "recordings-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -206,6 +207,12 @@ def test_calls_with_the_same_buffers_are_recorded(call: Direct, recordings):
     assert calls[0].launches
     assert all(x.launches == calls[0].launches for x in calls)
     assert not any(x.replayed for other in MANY_HEADS for x in recordings[other].calls)
+
+
+def test_calls_beside_other_gpus_are_not_recorded(recordings):
+    calls = recordings[OF_SEVERAL].calls
+    assert len(calls) == 20
+    assert not any(x.replayed for x in calls)
 
 
 @pytest.mark.parametrize("call", GRIDS, ids=str)
