@@ -79,9 +79,9 @@ class Recording {
 };
 
 // Tells whether launches may be recorded: they become part of no graph of somebody else's, and the
-// process sees no other GPU. Making or freeing a graph may wait for a GPU, whose collective may wait
-// for a thread of another GPU, which waits for the driver. XLA makes its graphs before any of the
-// GPUs of a program begins (RendezvousAfterInitialization); a call cannot.
+// process sees no other GPU. Making or freeing a graph may wait for a GPU whose collective waits
+// for a thread of another GPU, which waits for the driver. XLA makes its graphs before any GPU of a
+// program begins (RendezvousAfterInitialization); a call cannot.
 bool MayRecord(const StreamScope& scope);
 
 // Records what `launches` launches in the scope, which then does not run. Null where the driver
