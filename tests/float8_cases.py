@@ -184,6 +184,9 @@ CALLS = {
     "parts, decisive": Float8Call(5, 1300, 128, heads=(1, 1), options={"scale": 0.5}),
     "parts, 64": Float8Call(5, 1300, 64, heads=(1, 1), with_lse=False),
     "parts, 256, float32": Float8Call(5, 1300, 256, options={"out_dtype": "float32"}),
+    "left window, no parts, 64": Float8Call(
+        5, 1300, 64, heads=(1, 1), options={"local_window_size": (300, None)}
+    ),
     "window, softcap, 64/80": Float8Call(
         *(150, 200, 64, 80), options={"local_window_size": (50, 20), "softcap": 3.0}
     ),

@@ -121,7 +121,10 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
         float8=True,
         apart=True,
         product_sums=sums,
-        splits=not uneven and splits_last_wave(shapes, gpu, 64 * consumers),
+        # Keys of a part count from its first, those of a window do not.
+        splits=not uneven
+        and problem.window[0] is None
+        and splits_last_wave(shapes, gpu, 64 * consumers),
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
         # Ids of segments take the producer's; of two warpgroups 24 are too few for scales.

@@ -10,7 +10,7 @@ import pytest
 import jax_flash
 from jax_flash import _backends, _gpu
 from jax_flash._float8 import DTYPE
-from jax_flash._gpu.sm90_float8 import splits_last_wave
+from jax_flash._gpu.sm90_float8 import choose, splits_last_wave
 from jax_flash._ops.float8 import Float8
 from jax_flash._problem import Problem, Shapes
 
@@ -72,3 +72,11 @@ def test_units_of_the_last_wave_are_in_parts_where_that_is_faster(
 ):
     shapes = Shapes(batch, length, length, heads, heads, 128, 128)
     assert splits_last_wave(shapes, _gpu.spec.GPUS["H100"], rows) == splits
+
+
+def test_a_window_is_not_in_parts():
+    shapes = Shapes(1, 16384, 16384, 16, 16, 128, 128)
+    for window in ((None, None), (8192, None), (None, 0), (8192, 0)):
+        problem = Problem(dtype="bfloat16", scale=0.1, window=window)
+        tiling = choose(problem, shapes, _gpu.spec.GPUS["H100"], exact_sums=True)
+        assert tiling.splits == (window == (None, None))

@@ -9,6 +9,9 @@
 
 namespace forward {
 
+static_assert(!kSplits || (kFloat8 && !kWindowLeft && !kWindowRight),
+              "keys of a part count from its first");
+
 // Leaves of `seen` the keys of a part, if the number is one's, and returns its first block.
 template <class Params>
 __device__ __forceinline__ int narrow_to_part(const Params& p, int number, Visibility& seen) {
