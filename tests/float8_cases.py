@@ -29,6 +29,7 @@ class Float8Call:
       hidden: positions of keys that hold NaN in all batch rows.
       quantize: the arguments are bfloat16.
       traced_scale: an array by which scores are multiplied.
+      bad_value: a key of zeros, whose value has a NaN.
       zeros: a block of queries and one of keys have scale 0.
       with_lse: lse is wanted of "cuda" too; else rounded weights are added up below head dim 128.
       options: of flash_attention; what makes a block mask by name.
@@ -45,6 +46,7 @@ class Float8Call:
     traced_scale: float | None = None
     zeros: bool = False
     with_lse: bool = True
+    bad_value: int | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, backend: str, **_: Any) -> dict[str, np.ndarray]:
@@ -60,6 +62,9 @@ class Float8Call:
         if self.hidden is not None:
             for x in arrays[1:]:
                 x[:, self.hidden] = np.nan
+        if self.bad_value is not None:
+            arrays[1][:, self.bad_value] = 0
+            arrays[2][:, self.bad_value, :, 5] = np.nan
         options = dict(self.options)
         if options.pop("strided", False):
             options["block_mask"] = jax_flash.block_mask(
@@ -179,6 +184,9 @@ CALLS = {
     "decisive, 64": Float8Call(130, 900, 64, with_lse=False, options={"scale": 0.5}),
     "equal, 64": Float8Call(130, 600, 64, options={"scale": 1e-4}),
     "quantised, 64": Float8Call(150, 200, 64, quantize=True, with_lse=False),
+    "parts, a value of no weight": Float8Call(
+        *(5, 1300, 64), heads=(1, 1), with_lse=False, bad_value=1299, options={"scale": 20.0}
+    ),
     # Units of the last wave in parts along their keys, the last of them shorter.
     "parts, 128": Float8Call(70, 1300, 128, heads=(1, 1)),
     "parts, decisive": Float8Call(5, 1300, 128, heads=(1, 1), options={"scale": 0.5}),

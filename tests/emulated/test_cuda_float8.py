@@ -15,7 +15,7 @@ from ..float8_cases import CALLS, QUANTISED, agree, agree_in_bits
 def test_it_is_attention_of_values_times_scales(name: str, emulator: Emulator):
     call = CALLS[name]
     want, got = call.run("xla"), emulator.run(call)
-    assert np.isnan(want["out"]).any() == ("segments" in name)
+    assert np.isnan(want["out"]).any() == ("segments" in name or call.bad_value is not None)
     agree(got, want)
     again = emulator.run(call, seed=2)  # another order of threads and copies
     for part in got:

@@ -66,8 +66,7 @@ __device__ __forceinline__ void join_parts(const Params& p) {
     for (int part = 0; part < p.split_parts; ++part) {
       const int64 from = row + part * kUnitRows;
       const float weight = ptx::exp2_approx((p.part_lse[from] - base) * kLog2E);
-      if (weight == 0.0f) continue;
-      total += weight;
+      total += weight;  // without weight NaN is one still
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         const int column = 8 * (lane + i * kJoinLanes);
