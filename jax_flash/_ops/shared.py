@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _gpu
 from jax_flash._merge import combine
 from jax_flash._ops import ragged
 from jax_flash._ops.common import NEEDED, SEES_COMMON, WRONG, Common, common
@@ -27,8 +28,9 @@ from jax_flash._varying import vary_over
 # Bytes of keys and values that all requests would read of shared pages, from which together takes
 # less time: by one kernel, and so many times as many by two. An H200, 128 requests, 64 positions
 # behind them: 134 MB 1.07 (32/8 heads, 256 positions) to 1.46, 67 MB 0.86 to 1.09; by two
-# kernels 537 MB 1.43 (8/8 heads), 268 MB 0.81 to 0.94.
-LEAST_SPARED, BY_TWO_KERNELS = 1 << 27, 4
+# kernels 537 MB 1.43 (8/8 heads), 268 MB 0.81 to 0.94. CPUs gain from a quarter on: two cores, 4 to
+# 64 requests, 34 MB 1.03 to 1.22, 67 MB 1.03 to 1.79, 134 MB 1.9 to 2.8.
+LEAST_SPARED, BY_TWO_KERNELS, PART_OF_CPUS = 1 << 27, 4, 4
 _FEWEST_ROWS = 256  # of queries of a kv head, of one kernel: FEWEST_IN_COMMON of _gpu/sm90/pages.py
 
 _Attend = Callable[[Ragged, dict[str, jax.Array]], dict[str, jax.Array]]
@@ -54,7 +56,7 @@ def _attend(
         return attend_rest(call, named)
     positions = shared.size * k.shape[1]
     is_one_kernel = attend_rest is ragged.attend and _is_one_kernel(call, named)
-    if not _spares_much(named, positions, is_one_kernel):
+    if not _spares_much(call, named, positions, is_one_kernel):
         return attend_rest(call, named)
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know
@@ -82,7 +84,9 @@ def _attend(
     return rest | {"out": out.astype(call.problem.dtype), "lse": lse}
 
 
-def _spares_much(named: dict[str, jax.Array], positions: Any, is_one_kernel: bool) -> bool:
+def _spares_much(
+    call: Ragged, named: dict[str, jax.Array], positions: Any, is_one_kernel: bool
+) -> bool:
     """Whether to read shared pages once gains; where sizes are symbolic, in exports, it may."""
     (tokens, heads, _), kv_heads = named["q"].shape, named["k"].shape[2]
     sizes = (tokens, heads, kv_heads, positions, named["page_table"].shape[0])
@@ -90,7 +94,11 @@ def _spares_much(named: dict[str, jax.Array], positions: Any, is_one_kernel: boo
         return True
     row = sum(named[name][0, 0].size * named[name].dtype.itemsize for name in "kv" if name in named)
     is_one_kernel = is_one_kernel and tokens * heads // kv_heads >= _FEWEST_ROWS
-    least = LEAST_SPARED * (1 if is_one_kernel else BY_TWO_KERNELS)
+    # Which platform it is is not known yet: without a GPU a CPU, also where one exports for GPUs.
+    if call.backend == "cpu" or (call.backend != "cuda" and _gpu.spec.present() is None):
+        least = LEAST_SPARED // PART_OF_CPUS
+    else:
+        least = LEAST_SPARED * (1 if is_one_kernel else BY_TWO_KERNELS)
     return named["page_table"].shape[0] * positions * row >= least
 
 

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
+from jax_flash import _gpu
 from jax_flash._ops import shared as op
 
 from ..devices import mesh_of
@@ -176,17 +177,21 @@ def test_wrong_arguments_are_named():
 def test_few_bytes_are_read_by_each_request(monkeypatch):
     """Two parts and their merge take longer: the program is that without shared pages."""
     arrays = draw()
-    spared = 2 * 6 * SHARED.size * arrays["key_pages"][0].nbytes // op.BY_TWO_KERNELS
-    monkeypatch.setattr(op, "LEAST_SPARED", spared + 1)
+    spared = 2 * 6 * SHARED.size * arrays["key_pages"][0].nbytes
 
-    def shares() -> bool:
+    def shares(least: int, **options) -> bool:
+        monkeypatch.setattr(op, "LEAST_SPARED", least)
         jax.clear_caches()
-        call = jax.make_jaxpr(lambda arrays: run(arrays, backend="cpu"))
+        call = jax.make_jaxpr(lambda arrays: run(arrays, **options))
         return "flash_common" in str(call(arrays | {"shared_pages": SHARED}))
 
-    assert not shares()
-    monkeypatch.setattr(op, "LEAST_SPARED", spared)
-    assert shares()
+    of_cpu = op.PART_OF_CPUS * spared
+    assert shares(of_cpu, backend="cpu")
+    assert not shares(of_cpu + op.PART_OF_CPUS, backend="cpu")
+    monkeypatch.setattr(_gpu.spec, "present", lambda: _gpu.spec.GPUS["H200"])
+    assert shares(of_cpu, backend="cpu")
+    assert shares(spared // op.BY_TWO_KERNELS)
+    assert not shares(spared // op.BY_TWO_KERNELS + 1)
 
 
 def test_an_export_takes_any_number_of_pages_and_requests(monkeypatch):
