@@ -50,7 +50,7 @@ const auto kContext = reinterpret_cast<CUcontext>(0x11);
 const auto kStream = reinterpret_cast<CUstream>(0x22);
 const auto kRecorder = reinterpret_cast<CUstream>(0x33);
 bool same_addresses = false;
-int devices = 1;  // that are seen
+int devices = 1;     // that are seen
 std::string before;  // notes, while the recorder captures
 CUcontext current_context = nullptr;
 CUdevice current_device = 0;
