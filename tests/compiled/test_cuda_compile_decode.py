@@ -98,4 +98,4 @@ def test_decode_compiles_without_spills(dims, heads, change):
     flags |= {"quantized": change.get("cache"), "latent_rows": packed_rows}
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
     plan = _gpu.plan(call, shapes, gpu)
-    check(plan, seconds=12 if plan.family == "sm90_latent" else 5, gpu=gpu)
+    check(plan, seconds=15, gpu=gpu)
