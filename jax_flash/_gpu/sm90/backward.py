@@ -404,7 +404,9 @@ class _Backward:
             return False
         block_kv = 64 if self.wide else 128
         units = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), block_kv)
-        return 2 * units <= multiprocessors(self.gpu) and self._steps >= _SHARED_STEPS
+        may_begin_early = self.early or not tma_loads_of(shapes)  # which was timed without
+        least = _SHARED_STEPS_OF_ODD if may_begin_early else _SHARED_STEPS
+        return 2 * units <= multiprocessors(self.gpu) and self._steps >= least
 
     def _heads_of_rounds(self, block_kv: int, ends: int = 0) -> int:
         """The most heads of a unit with which units fill the multiprocessors in the fewest rounds.
@@ -535,7 +537,8 @@ _TURNS = {
 }
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
-_SHARED_STEPS = 16  # of a unit that CTAs share: T 1024 and more were timed
+# Of a unit that CTAs share: T 1024 and more were timed, where 8 divides the dims.
+_SHARED_STEPS, _SHARED_STEPS_OF_ODD = 16, 32
 _UNIT_ENDS = 1  # of a short unit, as long as one head of it: assumed
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 
