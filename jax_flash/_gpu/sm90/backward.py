@@ -537,7 +537,7 @@ _TURNS = {
 }
 _TURNS_SHORTEST = 512
 _FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
-# Of a unit that CTAs share: T 1024 and more were timed, where 8 divides the dims.
+# Steps of a unit that CTAs share: T 1024 and more were timed, where 8 divides the dims.
 _SHARED_STEPS, _SHARED_STEPS_OF_ODD = 16, 32
 _UNIT_ENDS = 1  # of a short unit, as long as one head of it: assumed
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
