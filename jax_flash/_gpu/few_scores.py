@@ -58,7 +58,7 @@ _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launche
 def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     """Tells whether XLA's products are to run a pass that kernels could run, where none is named.
 
-    Figures are those of an H100 (cuda/decisions.md).
+    Figures are those of the GPU that each names, else of an H100 (cuda/decisions.md).
     """
     if call.target not in ("forward", "backward") or call.backend is not None:
         return False
