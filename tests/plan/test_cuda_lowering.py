@@ -278,6 +278,11 @@ def test_vmap_and_scan():
     assert calls(lower(scan, QKV[0], k, v)) == ["jax_flash_cuda_forward"]
 
 
+def test_vmap_over_no_rows():
+    rows = jax.ShapeDtypeStruct((0, 2, 4096, 8, 128), "bfloat16")
+    lower(jax.vmap(jax.grad(lambda *x: jnp.sum(flash_attention(*x, is_causal=True)))), *[rows] * 3)
+
+
 def test_vmap_over_sinks_and_batch():
     """Sinks of some batch dims and not of others reach the kernel in full."""
     q, k, v = (array(3, *x.shape) for x in QKV)

@@ -310,8 +310,9 @@ class _Forward:
         if most < group or not (isinstance(batch, int) and isinstance(kv_heads, int)):
             return most
         # Sets of one size: the last of 10, 10, 10 and 2 heads has too few units to even out, 13 %.
-        sets = -(-batch * kv_heads // (most // group))
-        return -(-batch * kv_heads // sets) * group
+        heads = max(batch * kv_heads, 1)  # none where vmap maps no rows
+        sets = -(-heads // (most // group))
+        return -(-heads // sets) * group
 
     # Registers of the consumers.
 
