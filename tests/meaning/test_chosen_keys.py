@@ -245,7 +245,7 @@ def test_what_else_is_refused():
         jax_flash.ragged_paged_attention(q[0, :2], pages, pages, **step | {"indices": indices[0]})
 
 
-def test_explain_says_what_runs_it():
+def test_explain_says_what_runs_it(uncompiled):
     (q, k, v), indices = small()
     found = jax_flash.explain(q, k, v, indices=indices, gpu="H200")
     assert (found.forward.backend, found.backward.backend) == ("cuda", "xla")

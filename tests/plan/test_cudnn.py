@@ -111,7 +111,7 @@ def test_an_old_or_missing_cudnn_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_module
-def test_explain_says_who_runs():
+def test_explain_says_who_runs(uncompiled):
     said = jax_flash.explain(Q, KV, KV, is_causal=True, gpu="B200")
     assert said.forward.backend == said.backward.backend == "cudnn"
     assert said.forward.kernel is None

@@ -97,7 +97,7 @@ def test_next_pass_that_is_compiled_ahead_is_folded_in_its_way(monkeypatch: pyte
 
 
 @needs_module
-def test_kernels_run_what_xla_would_copy_the_keys_for():
+def test_kernels_run_what_xla_would_copy_the_keys_for(uncompiled):
     q = jax.ShapeDtypeStruct((66, 1, 40, 112), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((66, 2048, 2, 112), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((1, 40, 1, 2048), jnp.bfloat16)

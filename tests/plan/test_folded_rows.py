@@ -100,7 +100,7 @@ def test_ids_of_short_calls_are_written_out(batch: int, written: bool):
 
 
 @needs_module
-def test_explanation_says_so():
+def test_explanation_says_so(uncompiled):
     q = jax.ShapeDtypeStruct((1024, 16, 16, 64), jnp.bfloat16)
     text = str(jax_flash.explain(q, q, q, gpu="H200"))
     assert text.count("8 batch rows of 16 positions are documents of one") == 2

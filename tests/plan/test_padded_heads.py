@@ -102,7 +102,7 @@ def test_program(dtype: str):
 
 
 @needs_module
-def test_explanation_says_so():
+def test_explanation_says_so(uncompiled):
     q, k = (jax.ShapeDtypeStruct((2, 1024, heads, 100), jnp.bfloat16) for heads in (4, 2))
     text = str(jax_flash.explain(q, k, k, gpu="H200"))
     assert text.count("head dims padded from 100/100 to 104/104") == 1
