@@ -37,4 +37,4 @@ def test_a_candidate_spills_where_the_table_says_so(name: str):
     candidate = CANDIDATES[name]
     problem, shapes = call_with(found, candidate)
     chosen = _gpu.plan(passes(problem)[candidate.which], shapes, H200)
-    check(dataclasses.replace(chosen, beside=""), seconds=5)
+    assert dataclasses.replace(chosen, beside="").program != tried.program
