@@ -18,8 +18,6 @@ import pytest
 from common import ahead, drawn, drawn_peers, drawn_programs, drawn_tables, shapes
 from common.drawn import Drawn
 
-from jax_flash import reference
-
 TINY = Drawn(2, 24, 24, 4, 2, 16, "float32", contents=5)
 
 
@@ -119,11 +117,16 @@ def test_the_plain_program_computes_the_call(feature: str, monkeypatch: pytest.M
 def test_flash_attention_3_is_asked_for_the_call(feature: str, monkeypatch: pytest.MonkeyPatch):
     """By its conventions: causality and windows stand at the last key of each sequence."""
 
-    def flash_mha(q, k, v, is_causal, window_size):
-        left, right = (None if side < 0 else side for side in window_size)
-        window = (left, right)
-        options = {"is_causal": is_causal, "local_window_size": window}
-        return reference.attention(q, k, v, causal_align="bottom_right", **options)
+    def flash_mha(q, k, v, is_causal, window_size):  # in NumPy: each sequence has another shape
+        left, right = (math.inf if side < 0 else side for side in window_size)
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        (T, S), H = (q.shape[1], k.shape[1]), q.shape[3]
+        behind = np.arange(T)[:, None] + S - T - np.arange(S)
+        seen = (behind <= left) & (behind >= (0 if is_causal else -right))
+        weights = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)) * seen
+        sums = np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        return np.einsum("bnts,bsnh->btnh", weights / sums, v).astype(np.float32)
 
     def flash_mha_varlen(q, k, v, starts, longest, key_cu_seqlens, key_max_seqlen, **options):
         queries, keys = (np.asarray(x) for x in (starts, key_cu_seqlens))
@@ -136,7 +139,7 @@ def test_flash_attention_3_is_asked_for_the_call(feature: str, monkeypatch: pyte
                 itertools.pairwise(queries), itertools.pairwise(keys), strict=True
             )
         ]
-        return jnp.concatenate(parts)
+        return np.concatenate(parts)
 
     module = types.SimpleNamespace(flash_mha=flash_mha, flash_mha_varlen=flash_mha_varlen)
     monkeypatch.setitem(sys.modules, "dew_flash_attn", module)
