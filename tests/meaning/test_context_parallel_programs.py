@@ -21,7 +21,7 @@ import jax_flash
 from jax_flash.context_parallel import attention
 
 from ..devices import collectives, mesh_with
-from ..processes import run_two_processes
+from ..processes import run_two_processes, with_devices
 from ..small import close, normal
 from .split_sequences import SHARDS, SPLIT, B, H, N, T, qkv
 
@@ -255,8 +255,7 @@ np.savez(f"rank{rank}.npz", *(x.addressable_data(0) for x in (value, *weights)))
 
 
 def test_two_processes_train_a_step_as_one_does(tmp_path):
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    run_two_processes(TWO_PROCESSES, tmp_path, **flags)
+    run_two_processes(TWO_PROCESSES, tmp_path, **with_devices(2))
     value, weights = jax.jit(functools.partial(train_step, jax_flash.flash_attention))(
         *train_arrays()
     )

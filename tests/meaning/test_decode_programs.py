@@ -16,7 +16,7 @@ from jax_flash import _backends
 
 from ..decode_cases import alike, decode, equal, small
 from ..devices import collectives, mesh_of
-from ..processes import run_two_processes
+from ..processes import run_two_processes, with_devices
 
 TWO_PROCESSES = """
 import sys
@@ -42,8 +42,7 @@ np.savez(f"keys{rank}.npz", *(np.asarray(x.data) for x in got.key_cache.addressa
 
 def test_two_processes_decode_as_one_does(tmp_path):
     """Rows are split over the processes, heads over each one's devices."""
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    run_two_processes(TWO_PROCESSES, tmp_path, **flags)
+    run_two_processes(TWO_PROCESSES, tmp_path, **with_devices(2))
     expected = decode({"backend": "cpu"}, small("cpu", rows=4, N=8, K=2))
     for name, whole, heads in (("rank", expected.out, 4), ("keys", expected.key_cache, 1)):
         for rank in range(2):

@@ -23,6 +23,7 @@ import jax_flash
 from .. import numpy_oracle
 from ..cases import dropout_words
 from ..devices import collectives, mesh_of
+from ..processes import with_devices
 from ..small import numpy_normal as normal
 from .sharding_steps import (
     OPERANDS,
@@ -295,9 +296,8 @@ assert warned(lambda *x: attend(*x) + 1, split, split, split) == []
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_sequence_that_is_gathered_is_told_once(kind):
     """In a process of its own, which has warned of nothing yet."""
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, "-c", SPLIT_SEQUENCE, kind],
-        env=os.environ | flags, capture_output=True, text=True,
+        env=os.environ | with_devices(8), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

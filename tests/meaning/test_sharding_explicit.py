@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 
 from ..devices import collectives, mesh_of
+from ..processes import with_devices
 from ..small import numpy_normal as normal
 from .sharding_steps import (
     MESHES,
@@ -164,9 +165,8 @@ with jax.set_mesh(mesh):
 
 
 def test_programs_with_explicit_axes_hit_the_compilation_cache(tmp_path):
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", CACHED, str(tmp_path)],
-        env=os.environ | flags, capture_output=True, text=True,
+        env=os.environ | with_devices(4), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -232,7 +232,6 @@ def test_tuned_terms(monkeypatch: pytest.MonkeyPatch, capsys):
 def run_scaling(*arguments):
     command = [sys.executable, str(FOLDER / "scaling.py"), "--platform=cpu", *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(jax_flash.__file__).parents[1])}
-    environment["XLA_FLAGS"] = ""
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [row.strip("| ").split(" | ") for row in done.stdout.splitlines()]
