@@ -107,10 +107,8 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
     consumers = 3 if three else 2
     # A product with ones saves 64 of 320 instructions of a block. Its sums are in registers that
     # the output leaves of the scores': head dim 128 has none, and with sinks ptxas finds too few.
-    # Full attention of 16384 positions took 2 % more time, causal and shorter calls 9 to 10 % less
-    # (one H100, 2026-11-27).
-    fast = not exact_sums and (uneven or known(shapes.q_len, 4096) <= 8192)
-    sums = fast and shapes.value_dim < _NARROW and not crowded and "sinks" not in problem.terms
+    sums = not exact_sums and shapes.value_dim < _NARROW and not crowded
+    sums = sums and "sinks" not in problem.terms
     return ForwardTiling(
         shapes.head_dim,
         shapes.value_dim,

@@ -74,6 +74,19 @@ def test_units_of_the_last_wave_are_in_parts_where_that_is_faster(
     assert splits_last_wave(shapes, _gpu.spec.GPUS["H100"], rows) == splits
 
 
+@pytest.mark.parametrize(
+    ("dim", "length", "exact", "by_product"),
+    [(64, 16384, False, True), (64, 2048, True, False), (128, 2048, False, False)],
+)
+def test_a_product_adds_weights_up_where_nobody_reads_lse(
+    dim: int, length: int, exact: bool, by_product: bool
+):
+    shapes = Shapes(1, length, length, 2, 2, dim, dim)
+    problem = Problem(dtype="bfloat16", scale=0.1)
+    tiling = choose(problem, shapes, _gpu.spec.GPUS["H100"], exact_sums=exact)
+    assert tiling.product_sums == by_product
+
+
 def test_a_window_is_not_in_parts():
     shapes = Shapes(1, 16384, 16384, 16, 16, 128, 128)
     for window in ((None, None), (8192, None), (None, 0), (8192, 0)):
