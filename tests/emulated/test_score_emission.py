@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import subprocess
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 from jax_flash import scores
 from jax_flash._gpu import distances, emit
@@ -32,6 +34,7 @@ from ..score_texts import (
     texts,
     traced,
 )
+from ..score_trees import function_of, trees
 
 HOST = """\
 #include <cmath>
@@ -148,6 +151,21 @@ def test_text_computes_what_jax_does(tmp_path):
         except AssertionError as error:
             wrong.append(f"rounded function {i}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 7)
+@hypothesis.given(st.lists(trees(), min_size=16, max_size=16))
+def test_text_of_drawn_trees(tmp_path_factory, drawn_trees):
+    """Value and slope; a thousandth is what cancels, of quick forms too."""
+    rows = jax.random.normal(jax.random.key(2), (2, 30))
+    functions = [function_of(tree, rows, jnp.asarray(TABLE)) for tree in drawn_trees]
+    text, captured = texts(functions)
+    text += "".join(LOOP % {"i": i} for i in range(len(captured)))
+    results = run(text, "run", captured, tmp_path_factory.mktemp("trees"))
+    for tree, got, want in zip(drawn_trees, results, expected(functions), strict=True):
+        finite = np.isfinite(draw()[0])
+        for x, of in zip(got, want, strict=True):
+            np.testing.assert_allclose(x[finite], of[finite], atol=1e-4, rtol=1e-4, err_msg=tree)
 
 
 def test_quick_forms_where_no_step_follows():
