@@ -95,6 +95,7 @@ constexpr bool kScoreHasSlope = false, kFloat8 = false;
 namespace ptx {
 inline float exp2_approx(float x) { return Flushed(std::exp2(Flushed(x))); }
 inline float log2_approx(float x) { return std::log2(Flushed(x)); }
+inline float sqrt_approx(float x) { return std::sqrt(Flushed(x)); }
 inline float reciprocal_approx(float x) { return Flushed(1.0f / Flushed(x)); }
 inline float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 inline uint32 round_bfloat16(float x) {

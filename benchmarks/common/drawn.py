@@ -295,7 +295,9 @@ def _triangle() -> Iterator[Drawn]:
     rows = ((1024, 64, 8, 32), (64, 64, 4, 16), (128, 128, 4, 32), (256, 256, 4, 32))
     rows += ((256, 256, 4, 64), (384, 384, 4, 32), (512, 512, 4, 16), (768, 768, 4, 32))
     rows += ((64, 1024, 4, 64), (1024, 1024, 4, 32), (1024, 128, 4, 32), (256, 64, 4, 64))
-    rows += tuple((*of, 4, dim) for of in ((64, 256), (256, 128), (1024, 64)) for dim in (16, 32, 64))
+    rows += tuple(
+        (*of, 4, dim) for of in ((64, 256), (256, 128), (1024, 64)) for dim in (16, 32, 64)
+    )
     for batch, length, heads, dim in rows:
         plain = Drawn(batch, length, length, heads, heads, dim)
         yield dataclasses.replace(plain, bias="1NTS", bias_gradient=True, mask=True)

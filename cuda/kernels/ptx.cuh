@@ -251,6 +251,11 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float sqrt_approx(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // 2^exponent, -126 <= exponent <= 127.
 __device__ __forceinline__ float power_of_two(int exponent) {

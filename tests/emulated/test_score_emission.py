@@ -45,7 +45,9 @@ template <class T> T __ldg(const T* x) { return *x; }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 namespace ptx {
+inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
+inline float sqrt_approx(float x) { return sqrtf(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 }
 inline float __fmul_rn(float x, float y) { return x * y; }
@@ -169,12 +171,14 @@ def test_text_of_drawn_trees(tmp_path_factory, drawn_trees):
 
 
 def test_quick_forms_where_no_step_follows():
-    """Quotients and logarithms of single scores, but where a floor or a comparison follows."""
+    """Quotients, logarithms, exponentials and roots of single scores, but where a floor or a
+    comparison follows."""
+    exact = {"logf", "log1pf", "expf", "exp2f", "sqrtf"}
+    quick = {"quotient", "quick_log", "quick_log1p", "quick_exp", "exp2_approx", "sqrt_approx"}
 
     def called(f, **options) -> set[str]:
         function, _ = traced(f)
-        text = emit.define(function, "value", **options)
-        return emit.words(text) & {"quotient", "quick_log", "quick_log1p", "logf", "log1pf"}
+        return emit.words(emit.define(function, "value", **options)) & (exact | quick)
 
     def distance(s, b, h, q, k):
         return s / (1.0 + jnp.abs(q - k) * jnp.exp(s)) + jnp.log1p(s * s)
@@ -185,12 +189,29 @@ def test_quick_forms_where_no_step_follows():
     def selected(s, b, h, q, k):
         return jnp.where(q > k, jnp.log(s), jnp.maximum(s / jnp.exp(s), 0.5))
 
-    assert called(distance) == {"quotient", "quick_log1p"}
-    assert called(distance, with_slope=True) == {"quotient", "quick_log1p"}
-    assert called(distance, exact=True) == {"log1pf"}
-    assert called(steps) == {"logf"}
-    assert called(selected) == {"quotient", "quick_log"}
-    assert called(lambda s, b, h, q, k: s / jnp.exp(jnp.float32(h))) == set()  # once a head
+    def roots(s, b, h, q, k):
+        return jnp.sqrt(jnp.abs(s)) + jnp.exp2(s) + jnp.exp(jnp.sqrt(jnp.float32(h)))
+
+    assert called(distance) == {"quotient", "quick_log1p", "quick_exp"}
+    assert called(distance, with_slope=True) == {"quotient", "quick_log1p", "quick_exp"}
+    assert called(distance, exact=True) == {"log1pf", "expf"}
+    assert called(steps) == {"logf", "expf"}
+    assert called(selected) == {"quotient", "quick_log", "quick_exp"}
+    assert called(roots) == {"sqrt_approx", "exp2_approx", "expf", "sqrtf"}  # exact once a head
+    assert called(lambda s, b, h, q, k: s / jnp.exp(jnp.float32(h))) == {"expf"}  # once a head
+
+
+def test_division_of_positions_and_slopes_of_a_choice_are_short():
+    """A floor division of what is not negative is one of unsigned; 0 + 1 and 1 + 0 are 1."""
+
+    def checker(s, b, h, q, k):
+        return jnp.where((q // 64 + k // 64 + q % 8) % 2 == 0, s, s - 1.5)
+
+    function, _ = traced(checker)
+    text = emit.define(function, "value", with_slope=True, small=True)
+    assert text.count("?") == 1
+    assert "kTogether = 0;" in text
+    assert not emit.has_slope(function)
 
 
 def test_logarithms_near_one_and_far(tmp_path):

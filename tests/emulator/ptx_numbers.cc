@@ -94,6 +94,7 @@ const Table kNumbers = {
     {"ex2.approx.ftz.f32",
      [](Frame& f) { f.set_float(0, flushed(std::exp2(flushed(f.get_float(1))))); }},
     {"lg2.approx.ftz.f32", [](Frame& f) { f.set_float(0, std::log2(flushed(f.get_float(1)))); }},
+    {"sqrt.approx.ftz.f32", [](Frame& f) { f.set_float(0, std::sqrt(flushed(f.get_float(1)))); }},
     {"rcp.approx.ftz.f32",
      [](Frame& f) { f.set_float(0, flushed(1.0f / flushed(f.get_float(1)))); }},
     {"tanh.approx.f32", [](Frame& f) { f.set_float(0, std::tanh(f.get_float(1))); }},

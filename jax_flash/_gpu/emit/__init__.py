@@ -5,8 +5,9 @@ alone is apart from what is computed for each score. Integers wrap as JAX's do. 
 bounds are known, nothing that the bounds decide is written, and float32 of an integer below 2^24 is
 computed from the arguments as floats, which kernels have at hand: a conversion takes as long as an
 exponential. Functions are CUDA's own, of one or two ulp, but tanh, of four. What is computed for
-each score has quotients, log and log1p with a relative error of 2e-6 at most, unless they are to be
-exact or decide a step, as a floor does. The texts go through `with_helpers`.
+each score has quotients, roots, exponentials, log and log1p with a relative error of 2e-6 at most
+(exponentials beyond e^44, 4e-6), unless they are to be exact or decide a step, as a floor does. The
+texts go through `with_helpers`.
 
 Kernels write a short function out for each score. A longer one is written for four at a time, and
 what is longer still is a function that is called for each: `costs.py` counts.
@@ -112,6 +113,12 @@ __device__ __forceinline__ float log_near(float u, float log2) {
   return fabsf(u) < 0.25f ? fmaf(u * u, y, u) : 0.693147182f * log2;
 }
 """,
+    # e^x: x log2(e) is rounded once, by up to 2^-18, and the constant is: 4e-6; 2e-6 up to e^44.
+    "quick_exp": """\
+__device__ __forceinline__ float quick_exp(float x) {
+  return ptx::exp2_approx(1.44269504f * x);
+}
+""",
     "quick_log": """\
 __device__ __forceinline__ float quick_log(float x) {
   return log_near(x - 1.0f, ptx::log2_approx(x));
@@ -123,7 +130,14 @@ __device__ __forceinline__ float quick_log1p(float x) {
 }
 """,
 }
-_QUICK = {"logf": "quick_log", "log1pf": "quick_log1p"}
+_QUICK = {
+    "logf": "quick_log",
+    "log1pf": "quick_log1p",
+    "expf": "quick_exp",
+    "exp2f": "ptx::exp2_approx",
+    "sqrtf": "ptx::sqrt_approx",
+}
+_QUICKER = re.compile(rf"\b({'|'.join(_QUICK)})\(")
 for _name in costs.HEAVY:
     _takes = "float x, float y" if _name in ("powf", "fmodf", "atan2f") else "float x"
     _HELPERS[f"called_{_name}"] = (
@@ -135,7 +149,7 @@ for _name in costs.HEAVY:
 def with_helpers(text: str) -> str:
     """Puts the functions in front of a text that it calls, but for those of ptx.cuh."""
     used = words(text)
-    used |= {"log_near"} if not used.isdisjoint(_QUICK.values()) else set()
+    used |= {"log_near"} if not used.isdisjoint(("quick_log", "quick_log1p")) else set()
     return "".join(helper for name, helper in _HELPERS.items() if name in used) + text
 
 
@@ -242,7 +256,8 @@ def define(
     opened = [f"const auto& [{names}] = of;"] if kept else []
     length = costs.count(each)
     short = costs.WRITTEN_OUT_WITH_SLOPE if with_slope else costs.WRITTEN_OUT
-    together = 0 if length <= short else 4 if length <= costs.LOOPED else 1
+    shared = costs.count_shared(each)
+    together = 0 if shared <= short else 4 if length <= costs.LOOPED else 1
     qualifiers = _CALLED if together == 1 else _INLINED
     if together == 1:
         each = [dataclasses.replace(x, text=_call_heavy(x.text)) for x in each]
@@ -328,7 +343,7 @@ def _quickened(lines: Sequence[Line], of_value: set[str]) -> tuple[Line, ...]:
         if line.kind != "float" or line.name not in each or line.name in sharp & of_value:
             return line
         text = re.sub(r"^(\S+) / (\S+|\(.+\))$", r"quotient(\1, \2)", line.text)
-        text = re.sub(r"\b(logf|log1pf)\(", lambda of: f"{_QUICK[of[1]]}(", text)
+        text = _QUICKER.sub(lambda of: f"{_QUICK[of[1]]}(", text)
         return dataclasses.replace(line, text=text)
 
     return tuple(map(quick, lines))

@@ -33,7 +33,9 @@ _CALLS = {
     "tanh": "branchless_tanh",
 }
 # Functions, by some units.
-INEXACT = {*_CALLS.values(), "quick_log", "quick_log1p"} - {"floorf", "ceilf", "sqrtf"}
+INEXACT = {*_CALLS.values(), "quick_log", "quick_log1p", "quick_exp", "ptx::exp2_approx"} - {
+    *("floorf", "ceilf", "sqrtf")
+}
 _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SUMS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
 _PLACES = ("query", "key")
@@ -74,6 +76,13 @@ class ScalarWriter:
         self.names: dict[str, str] = {}
         self.primitive = ""  # whose lines are being written
         self.varying = {"score", *_PLACES}  # names that differ between scores of a head
+        # By name: the bool that chooses between two numbers.
+        self.chosen: dict[str, tuple[str, tuple[Scalar, Scalar]]] = {}
+        # Names of: signs of what is not negative, whether something is 0, and whether it has a
+        # remainder, which it has not if it is 0.
+        self.signs: dict[str, str] = {}
+        self.zeros: dict[str, str] = {}
+        self.rests: dict[str, str] = {}
 
     def needed(self, results: Sequence[str], with_slope: bool) -> tuple[Line, ...]:
         """Lists the lines on which the results depend, and what sets the slope."""
@@ -148,6 +157,8 @@ class ScalarWriter:
                 return x[1] if _is_one(x[0]) else x[0]
             case "mul" if kinds == {"float"}:
                 return self.value(dtype, _product(*texts))
+            case "add" | "add_any" if (total := self.sum_of_chosen(texts[0], texts[1])) is not None:
+                return total
             case "add" | "add_any" | "sub" | "mul" if "bool" not in kinds:
                 return self.value(dtype, f"{texts[0]} {_SUMS[name]} {texts[1]}")
             case _ if name in _COMPARES:
@@ -165,6 +176,17 @@ class ScalarWriter:
         if name == "pow":  # to an integer
             return self.value(dtype, f"powf({texts[0]}, {self.convert(x[1], 'float32').text})")
         raise unknown(name)
+
+    def sum_of_chosen(self, a: str, b: str) -> Scalar | None:
+        """Adds numbers that one bool chooses: slopes of a `where` are 0 + 1 and 1 + 0."""
+        if a not in self.chosen or b not in self.chosen or self.chosen[a][0] != self.chosen[b][0]:
+            return None
+        which, first = self.chosen[a]
+        cases = [
+            of_number(np.float32(one.number) + np.float32(other.number))
+            for one, other in zip(first, self.chosen[b][1], strict=True)
+        ]
+        return self.select(Scalar(which, "bool"), cases, "float32")
 
     def compute_float(
         self, name: str, params: Mapping[str, Any], x: Sequence[str], dtype: str
@@ -218,11 +240,15 @@ class ScalarWriter:
         divisor = x[-1].number
         plain = divisor is not None and int(divisor) not in (0, -1)
         if signed and x[0].low >= 0 and divisor is not None and int(divisor) > 0:
+            # As unsigned, of which a power of two is a shift.
             if name == "rem":
-                return self.value(dtype, f"{a} % {b}", bounds=(0, min(int(divisor) - 1, x[0].high)))
+                bounds = (0, min(int(divisor) - 1, x[0].high))
+                result = self.value(dtype, f"int(unsigned({a}) % {b}u)", bounds=bounds)
+                self.rests[result.text] = a
+                return result
             if name == "div":
                 bounds = (x[0].low // int(divisor), x[0].high // int(divisor))
-                return self.value(dtype, f"{a} / {b}", bounds=bounds)
+                return self.value(dtype, f"int(unsigned({a}) / {b}u)", bounds=bounds)
         match name:
             case "div":
                 text = f"{a} / {b}"
@@ -248,6 +274,10 @@ class ScalarWriter:
                     real = self.real(bounds, x[:1], "fabsf({})")
                 text = f"{a} < 0 ? int(0u - unsigned({a})) : {a}"
                 return self.value(dtype, text, bounds=bounds, real=real)
+            case "sign" if signed and x[0].low >= 0:
+                result = self.value(dtype, f"{a} > 0 ? 1 : 0", bounds=(0, 1))
+                self.signs[result.text] = a
+                return result
             case "sign":
                 text = f"{a} > 0 ? 1 : {a} < 0 ? -1 : 0" if signed else f"{a} > 0u ? 1u : 0u"
             case "integer_pow" if params["y"] > 0:
@@ -362,12 +392,21 @@ class ScalarWriter:
             }.get(name, (False, False))
             if any(decided):
                 return of_number(np.bool_(decided[0]))
-        return self.value("bool", f"{a.text} {_COMPARES[name]} {b.text}")
+        if a.dtype == b.dtype == "bool" and None not in (a.number, b.number) and name == "ne":
+            return of_number(np.bool_(bool(a.number) != bool(b.number)))
+        result = self.value("bool", f"{a.text} {_COMPARES[name]} {b.text}")
+        if name == "ne" and b.number == 1 and a.text in self.signs:
+            self.zeros[result.text] = self.signs[a.text]
+        if name == "ne" and b.number == 0 and a.text in self.rests:
+            self.rests[result.text] = self.rests[a.text]
+        return result
 
     def logic(self, name: str, a: Scalar, b: Scalar) -> Scalar:
         for one, other in ((a, b), (b, a)):
             if one.number is not None and name != "xor":
                 return other if bool(one.number) == (name == "and") else one
+            if name == "and" and self.zeros.get(one.text, "") == self.rests.get(other.text):
+                return of_number(np.bool_(False))
         op = {"and": "&&", "or": "||", "xor": "!="}[name]
         return self.value("bool", f"{a.text} {op} {b.text}")
 
@@ -389,7 +428,10 @@ class ScalarWriter:
         if bounds and which.dtype == "bool":
             condition = f"{which.text} ? {{}} : {{}}"
             real = self.real(bounds, [cases[1], cases[0]], condition)
-        return self.value(dtype, text, bounds=bounds, real=real)
+        result = self.value(dtype, text, bounds=bounds, real=real)
+        if {which.dtype, dtype} == {"bool", "float32"} and None not in [x.number for x in cases]:
+            self.chosen[result.text] = which.text, (cases[0], cases[1])
+        return result
 
     def convert(self, x: Scalar, dtype: str) -> Scalar:
         if x.dtype == dtype:
