@@ -6,6 +6,8 @@ is an integer, and denominators are above 1, so that an error of float32 stays o
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def function_of(tree, rows, table):
         def whole(x):
             return WHOLE[x](batch, head, query, key) if isinstance(x, str) else x
 
-        def value(x):
+        def value(x) -> Any:
             match x:
                 case "score":
                     return score
