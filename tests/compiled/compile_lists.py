@@ -58,6 +58,10 @@ def tuned(name: str) -> Configurations:
         yield f"{dim}/{dim} many units, lengths and sinks", beside, many
     middle = dataclasses.replace(many, batch=32, q_len=1024, kv_len=1024)
     yield "128/128 of 1024 keys", PLAIN, middle
+    grouped = dataclasses.replace(middle, kv_heads=4)
+    yield "128/128 of 1024 keys, groups", PLAIN, grouped
+    yield "128/128 of 1024 keys, groups", dataclasses.replace(PLAIN, window=(None, 0)), grouped
+    yield "128/128 of 512 keys, groups", PLAIN, dataclasses.replace(grouped, q_len=512, kv_len=512)
     yield "128/128 of 768 keys", PLAIN, dataclasses.replace(middle, q_len=768, kv_len=768)
     documents = dataclasses.replace(many, q_len=8192, kv_len=8192)
     yield "128/128 documents", dataclasses.replace(PLAIN, terms=SEGMENTS), documents

@@ -98,26 +98,34 @@ def test_short_plain_calls_have_two_teams():
 def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
     """Head dim 128 in many rounds, by blocks of 80 keys; longer calls need no counter.
 
-    Fewer keys by blocks of 64, where units of 192 rows fill most of a row.
+    Fewer keys by blocks of 64, where units of 192 rows fill most of a row. Units have all heads of
+    a group where that makes them fewer by a twentieth.
     """
     middle = dataclasses.replace(replace_dims(128, 128), batch=16, q_len=1024, kv_len=1024)
     middle = dataclasses.replace(middle, q_heads=16, kv_heads=16)
+    causal = {"window": (None, 0)}
     for change, of_problem, expected in [
-        ({}, {}, (3, 80, True, 22)), ({"q_len": 1535, "kv_len": 1025}, {}, (3, 80, True, 22)),
-        ({"kv_heads": 8}, {}, (3, 80, True, 64)), ({"batch": 4}, {}, (2, 128, False, 1)),
-        ({"kv_len": 1023}, {}, (2, 128, False, 1)), ({}, {"window": (None, 0)}, (2, 128, True, 16)),
-        ({"batch": 21, "q_len": 768, "kv_len": 704}, {}, (3, 64, True, 44)),
-        ({"batch": 21, "q_len": 768, "kv_len": 704, "kv_heads": 8}, {}, (3, 64, True, 64)),
-        # Units of all heads of a group would walk a tenth fewer blocks.
-        ({"batch": 32, "q_len": 912, "kv_len": 912, "kv_heads": 2}, {}, (3, 64, True, 64)),
-        ({"batch": 25, "q_len": 640, "kv_len": 768}, {}, (2, 128, False, 1)),
-        ({"batch": 20, "q_len": 832, "kv_len": 768}, {}, (2, 128, False, 1)),
-        ({"q_len": 4096, "kv_len": 4096}, {}, (3, 80, False, 1)),
+        ({}, {}, (3, 80, True, 22, 1)), ({"q_len": 1535, "kv_len": 1025}, {}, (3, 80, True, 22, 1)),
+        ({"kv_heads": 8}, {}, (3, 80, True, 32, 2)), ({"kv_heads": 4}, {}, (3, 80, True, 16, 4)),
+        ({"q_len": 1280, "kv_len": 1280, "kv_heads": 4}, {}, (3, 80, True, 16, 4)),
+        ({"q_len": 1344, "kv_len": 1344, "kv_heads": 4}, {}, (3, 80, True, 64, 1)),
+        ({"kv_heads": 4}, {"window": (None, 0)}, (3, 80, True, 4, 4)),
+        ({"batch": 8, "q_len": 2048, "kv_len": 2048, "kv_heads": 4}, {}, (3, 80, False, 1, 4)),
+        ({"q_len": 4096, "kv_len": 4096, "kv_heads": 4}, causal, (3, 80, True, 4, 4)),
+        ({"q_len": 8192, "kv_len": 8192, "kv_heads": 4}, causal, (3, 80, True, 16, 1)),
+        ({"batch": 32, "q_len": 512, "kv_len": 512, "kv_heads": 4}, {}, (3, 64, True, 16, 4)),
+        ({"batch": 4}, {}, (2, 128, False, 1, 1)), ({"kv_len": 1023}, {}, (2, 128, False, 1, 1)),
+        ({}, {"window": (None, 0)}, (2, 128, True, 16, 1)),
+        ({"batch": 21, "q_len": 768, "kv_len": 704}, {}, (3, 64, True, 44, 1)),
+        ({"batch": 21, "q_len": 768, "kv_len": 704, "kv_heads": 8}, {}, (3, 64, True, 64, 1)),
+        ({"batch": 32, "q_len": 912, "kv_len": 912, "kv_heads": 2}, {}, (3, 64, True, 8, 8)),
+        ({"batch": 25, "q_len": 640, "kv_len": 768}, {}, (2, 128, False, 1, 1)),
+        ({"batch": 20, "q_len": 832, "kv_len": 768}, {}, (2, 128, False, 1, 1)),
+        ({"q_len": 4096, "kv_len": 4096}, {}, (3, 80, False, 1, 1)),
     ]:  # fmt: skip
         shapes = dataclasses.replace(middle, **change)
         made = plan("forward", dataclasses.replace(PLAIN, **of_problem), shapes).tiling
-        assert made.packed_heads == 1
-        found = (made.consumers, made.block_kv, made.dynamic, made.l2_heads)
+        found = (made.consumers, made.block_kv, made.dynamic, made.l2_heads, made.packed_heads)
         assert found == expected, (change, of_problem)
         assert made.shared_bytes <= H200.shared_bytes
 

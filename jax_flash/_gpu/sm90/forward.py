@@ -279,13 +279,16 @@ class _Forward:
         """Units of all heads of a group walk a tenth fewer blocks of keys than those of one.
 
         Their rows are fewer past the end, and closer to the diagonal: T 337, 32/2 heads of 128,
-        causal, is 1.15 times as fast (H200). Longer calls, narrower heads and three warpgroups were
-        not timed.
+        causal, is 1.15 times as fast (H200). Longer calls and narrower heads were not timed.
         """
         queries, keys = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
+        if self.is_three_grouped:
+            return True
+        if self.is_plain_128 and (self.is_three_middle or self.is_three_wide):
+            return self.fills_units(group)
         if not self.is_plain or self.widest <= 64 or queries > 1024 or queries != keys:
             return False
-        if self.problem.split or not self.tma_loads or self.is_three_middle:
+        if self.problem.split or not self.tma_loads:
             return False
 
         def walked(rows: int) -> int:
@@ -295,11 +298,49 @@ class _Forward:
 
         return walked(128 // group) <= 0.9 * group * walked(128)
 
+    def fills_units(self, group: int) -> bool:
+        """Units of 192 rows of all heads of a group are fewer, or closer to the diagonal.
+
+        A head's last one has few rows, and takes nearly as long as a whole one. H200, full: T 1024
+        3 to 8 %, T 2048 and 4096 3 %, T 1536, without fewer, -2 to 0; causal: T 2048 7 %, T 4096 2
+        to 5 %. Longer causal calls were not timed.
+        """
+        queries, keys = known(self.shapes.q_len, 8192), known(self.shapes.kv_len, 8192)
+        if self.problem.window[1] is not None:
+            return queries == keys <= 4096
+        return -(-group * queries // 192) <= 0.98 * group * -(-queries // 192)
+
+    @property
+    def is_three_grouped(self) -> bool:
+        """Units of 192 rows of all heads of a group, of calls that have two warpgroups without.
+
+        H200, 32/8 heads: causal T 1024 8 %, full T 512 7, T 640 5 %. Fewer rounds, other causal
+        lengths below 1024 and heads other than 128 were not timed.
+        """
+        queries, keys = known(self.shapes.q_len, 0), known(self.shapes.kv_len, 0)
+        causal = self.problem.window[1] is not None
+        least, end = (1024, _LONG) if causal else (512, 704)
+        timed = least <= min(queries, keys) <= max(queries, keys) < end
+        timed = timed and (queries == keys or not causal)
+        many = (self.units_of(192) or 0) >= 10 * multiprocessors(self.gpu)
+        group = group_size(self.shapes) in (2, 4, 8, 16, 32, 64)
+        return timed and many and group and self.is_plain_128 and not self.spills(THREE_WIDE)
+
+    @property
+    def is_plain_128(self) -> bool:
+        square = self.shapes.head_dim == self.shapes.value_dim == 128
+        return (
+            square and self.is_plain and self.tma_loads and not (self.problem.split or self.halves)
+        )
+
     @property
     def l2_heads(self) -> int:
-        if self.is_three_middle:  # groups by 24 or 128: T 1024 1 to 9 % slower
+        full = self.problem.window[1] is None
+        if self.is_three_middle or (
+            self.is_three_grouped and full
+        ):  # groups by 24 or 128: 1 to 9 %
             few = 22 if known(self.shapes.kv_len, 0) >= 1024 else 44
-            return few if group_size(self.shapes) == 1 else 64
+            return few if group_size(self.shapes) == 1 else 64 // self.packed_heads
         # Heads together even out units of unequal length; more of short sequences: 3 to 8 % slower.
         if not self.is_uneven:
             return 1
@@ -523,6 +564,8 @@ _FORWARD = (
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
     _row(lambda x: x.is_three_middle and x.shapes.kv_len < 1024, **_OF_MIDDLE_64),
     _row(lambda x: x.is_three_middle, **_OF_MIDDLE),
+    _row(lambda x: x.is_three_grouped and x.shapes.kv_len < 1024, **_OF_MIDDLE_64),
+    _row(lambda x: x.is_three_grouped, **_OF_MIDDLE),
     _row(lambda x: x.is_three_wide and x.block_kv == 80, consumers=3, stages=4, ping_pong=False),
     _row(lambda x: x.is_three_wide, consumers=3, stages=3, ping_pong=False),
     # 3 to 11 % by the producer's registers.
