@@ -1,8 +1,9 @@
 """Owns the products of backend "xla": dots, or sums of products where a GPU has few to make.
 
 A dot is a kernel of its own, and its operands are copied where heads lie between positions. A sum
-of products is an expression that XLA fuses with its neighbours: an attention of a handful of
-positions is one to three kernels forward, where dots are four to seven.
+of products is an expression that XLA fuses with its neighbours, and reads operands where they lie:
+an attention of a handful of positions is one to three kernels forward, where dots are four to
+seven.
 """
 
 import functools
@@ -11,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_flash import _platform
 from jax_flash._problem import Problem
@@ -19,6 +21,10 @@ from jax_flash._seen import finite
 # Multiplications: operands read for each are 16 MB, 4 us of an H100's L2 at most; where a result is
 # a sum of a few, a thread has it.
 _FEW, _MORE, _TERMS = 1 << 21, 1 << 23, 16
+# Times that each element of the largest array is met, in up to 16 times as many: a dot copies it
+# first. H200, float32: 32 x 2 queries and 256 keys, 8 heads of 64, 38 to 9 us, with gradients 97 to
+# 62; 8 x 4 and 1024, 8/2 heads, met 16 times, 25 to 28, 63 to 84.
+_REREAD = 4
 
 
 def product(
@@ -96,13 +102,22 @@ def _letters(subscripts: str) -> tuple[str, str, str]:
 
 
 def _is_summed(subscripts: str, x: jax.Array, y: jax.Array) -> bool:
-    """Tells whether a GPU sums the products: few, or more of few positions for each result."""
+    """Tells whether a GPU sums the products: few, more of few positions for each result, or those
+    of elements that are met a few times.
+    """
     count = _multiplications(subscripts, x, y)
+    if count == math.inf:
+        return False
+    terms = _terms(subscripts, x)
+    most = _MORE if subscripts.endswith("h") and terms <= _TERMS else _FEW
+    return count <= max(most, _REREAD * max(x.size, y.size, count // max(terms, 1)))
+
+
+def _terms(subscripts: str, x: jax.Array) -> int:
+    """Counts the products that a result is the sum of."""
     of_x, _, out = _letters(subscripts)
-    if count <= _FEW or count > _MORE or "h" not in out:
-        return count <= _FEW
     sizes = zip(of_x, x.shape[-len(of_x) :], strict=True)
-    return math.prod(size for letter, size in sizes if letter not in out) <= _TERMS
+    return math.prod(size for letter, size in sizes if letter not in out)
 
 
 def _multiplications(subscripts: str, x: jax.Array, y: jax.Array) -> float:
@@ -116,7 +131,12 @@ def _multiplications(subscripts: str, x: jax.Array, y: jax.Array) -> float:
 
 def _sum_of_products(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
     of_x, of_y, out = _letters(subscripts)
-    order = out + "".join(letter for letter in of_x if letter not in out)
+    terms = "".join(letter for letter in of_x if letter not in out)
+    columns = out.endswith("h")  # last, as in memory
+    if columns and _terms(subscripts, x) <= _TERMS and _multiplications(subscripts, x, y) > _FEW:
+        # Weights that XLA computes for each column again took 39 us for 14 (H200, 188 x 8 x 8).
+        x = lax.optimization_barrier(x.astype(problem.dtype))
+    order = out.removesuffix("h") + terms + "h" if columns else out + terms
 
     def spread(x: jax.Array, letters: str) -> jax.Array:
         leading = x.ndim - len(letters)
@@ -126,5 +146,8 @@ def _sum_of_products(problem: Problem, subscripts: str, x: jax.Array, y: jax.Arr
         x = jnp.expand_dims(x, ones)
         return x.astype(problem.dtype).astype(problem.sum_dtype)  # of 16 bits products are exact
 
-    summed = tuple(range(len(out) - len(order), 0))
-    return jnp.sum(spread(x, of_x) * spread(y, of_y), axis=summed)
+    products = spread(x, of_x) * spread(y, of_y)
+    if columns:  # else XLA may copy y to where its positions are last
+        layout = Layout(tuple(range(products.ndim)))
+        products = with_layout_constraint(products, layout)
+    return jnp.sum(products, axis=tuple(order.index(x) - len(order) for x in terms))

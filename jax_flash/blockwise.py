@@ -166,6 +166,14 @@ def backward(
     bias = sweep.bias if with_dbias else None
     named = problem.name_terms(rest)
     moving = {name: named[name] for name in captures}
+    one = sweep.only_tile is not None
+
+    def rounded(leading: tuple[int, ...]) -> str | None:
+        """The dtype of products of these leading dims, where they are a gradient as they are."""
+        return problem.dtype if one and leading == sweep.q.shape[:-3] else None
+
+    to_queries = rounded(sweep.q.shape[:-3])
+    to_keys, to_values = (rounded(x.shape[:-2]) for x in (sweep.k, sweep.v))
 
     def of_tile(tile: Tile):
         """Computes a tile's part of dq, dk and dv, dlogits, and the part of the captured arrays."""
@@ -183,7 +191,8 @@ def backward(
         else:
             weights = jnp.exp(logits - row_lse[..., None])
         dropped = seen.mark_queries(tile.drop(weights), do_marks)
-        dv = product(problem, "...ktgs,...ktgh->...ksh", dropped, seen.clean_queries(do))
+        of_keys, of_queries = "...ktgs,...ktgh->...ksh", "...ktgs,...ksh->...ktgh"
+        dv = product(problem, of_keys, dropped, seen.clean_queries(do), to_values)
         dweights = tile.drop(product_of_pairs(problem, "...ktgh,...ksh->...ktgs", do, tile.v))
         # What this is differentiated by must not meet NaN of hidden values times 0.
         dweights = seen.keep(dweights, 0.0)
@@ -195,8 +204,8 @@ def backward(
         # A logit of -inf has no gradient, whatever its slope.
         dlogits = seen.keep(dlogits, 0.0)
         dscores = problem.scale * dlogits
-        dq = product(problem, "...ktgs,...ksh->...ktgh", dscores, seen.clean_keys(tile.k))
-        dk = product(problem, "...ktgs,...ktgh->...ksh", dscores, seen.clean_queries(tile.q))
+        dq = product(problem, of_queries, dscores, seen.clean_keys(tile.k), to_queries)
+        dk = product(problem, of_keys, dscores, seen.clean_queries(tile.q), to_keys)
         sums = seen.keep_queries(dq), seen.keep_keys(dk), seen.keep_keys(dv)
         return *sums, dlogits, of_captures
 
@@ -217,7 +226,6 @@ def backward(
         return dq, dk, dv, dbias, dcaptures
 
     state = vary_over(state, operands)
-    one = sweep.only_tile is not None
     dq, dk, dv, dbias, dcaptures = step(state, sweep.starts[0]) if one else sweep.carry(step, state)
     gradients = [
         sweep.join_query_heads(dq),

@@ -11,7 +11,7 @@ import math
 from jax_flash._call import Call
 from jax_flash._gpu import sm90
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Shapes
 
 REASON = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
 
@@ -24,10 +24,10 @@ _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
-# 16 bits, heads with keys of their own, full, no term: 0.93 to 1.7 times as fast forward, 1.02 to
-# 1.7 with gradients. With eight keys, or heads that share keys, either may be faster. 2^19 scores
-# were measured.
-_FEW_KEYS, _FEW_KEYS_SCORES = 4, 1 << 19
+# 16 bits, a few queries too: H200, us and with gradients, 512 x 4, 12 heads of 64, a mask 15 to 12,
+# 40 to 26; 12/4 heads 27 to 17, 53 to 31; 128 x 6 and 3 keys, 8 of 128 11 to 7, 32 to 15. Kernels
+# take less for more queries: 512 x 16 and 4 keys 26 us for 32, 6 x 1024 and 2, 40 of 96 51 for 98.
+_FEW_KEYS, _FEW_QUERIES, _FEW_KEYS_SCORES = 4, 8, 1 << 19
 # 16 bits, rows that are no multiples of 16 bytes, which warps load: 82 x 2048 x 11 scores, a head
 # of 177, a bias and lengths of keys take 211 us for 324 forward, 453 for 1006 with gradients.
 _LOADED_KEYS, _LOADED_SCORES = 16, 1 << 21
@@ -77,10 +77,10 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return True
     little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
     own = heads == shapes.kv_heads
-    plain = Problem(
-        call.problem.dtype, call.problem.scale, deterministic=call.problem.deterministic
-    )
-    if own and call.problem == plain and keys <= _FEW_KEYS and scores <= _FEW_KEYS_SCORES:
+    simple = _LOADED_TERMS.issuperset(call.problem.terms)
+    simple &= call.problem.softcap is None and call.problem.score is None
+    tiny = queries <= _FEW_QUERIES and keys <= _FEW_KEYS and scores <= _FEW_KEYS_SCORES
+    if simple and tiny:
         return True
     loaded = own and not sm90.tma_loads_of(shapes) and _LOADED_TERMS.issuperset(call.problem.terms)
     if loaded and keys <= _LOADED_KEYS and scores <= _LOADED_SCORES:

@@ -1,9 +1,9 @@
 """Owns folding: what fills blocks of queries where a row of one head has few.
 
 A block has 64 or more. Short rows of a batch, one behind the other, are documents of one longer row
-(`fold`); what lengths hide of a row is of documents of its own, of queries or keys alone. Query
-heads that share keys are queries of one head (`fold_heads`), where a position hides nothing. Read
-next: _backends.py, which folds the arrays.
+(`fold`); what lengths or a mask of keys hide of a row is of documents of its own, of queries or
+keys alone. Query heads that share keys are queries of one head (`fold_heads`), where a position
+hides nothing. Read next: _backends.py, which folds the arrays.
 """
 
 from __future__ import annotations
@@ -28,14 +28,23 @@ _WRITTEN_OUT = 1 << 14  # ids: 64 KB of a program; a launch is little beside a l
 
 
 def fold(call: Call, shapes: Shapes, rows: int) -> tuple[Call, Shapes]:
-    """Returns a call of which each batch row is `rows` ones of a call with lengths at most."""
-    terms = tuple(x for x in TERMS if x in (*call.problem.terms, *SEGMENTS) and x not in LENGTHS)
-    problem = dataclasses.replace(call.problem, terms=terms)
+    """Returns a call of which each batch row is `rows` ones of a call that `hides_keys` at most."""
+    kept = {*call.problem.terms, *SEGMENTS}.difference(LENGTHS, ("mask",))
+    problem = dataclasses.replace(call.problem, terms=tuple(x for x in TERMS if x in kept))
     sizes = (shapes.batch // rows, rows * shapes.q_len, rows * shapes.kv_len)
+    names = ("batch", "q_len", "kv_len")
     return (
         dataclasses.replace(call, problem=problem),
-        dataclasses.replace(shapes, **dict(zip(("batch", "q_len", "kv_len"), sizes, strict=True))),
+        dataclasses.replace(shapes, mask=None, **dict(zip(names, sizes, strict=True))),
     )
+
+
+def hides_keys(call: Call, shapes: Shapes) -> bool:
+    """Tells whether terms hide nothing but queries or keys, by lengths or a mask `[…, 1, 1, S]`."""
+    mask = shapes.mask
+    if mask is not None and not (is_one(mask.heads) and is_one(mask.queries) and mask.keys != 1):
+        return False
+    return {*LENGTHS, "mask"}.issuperset(call.problem.terms)
 
 
 def may_fold_heads(call: Call, shapes: Shapes) -> bool:
@@ -105,12 +114,18 @@ def fold_operands(call: Call, named: Mapping[str, jax.Array], shapes: Shapes) ->
         length, whole = named["qk"[i]].shape[-3], (shapes.q_len, shapes.kv_len)[i]
         at = np.arange(whole, dtype=np.int32)
         ids: Any = np.broadcast_to(3 * (at // length), (batch, whole))
-        if LENGTHS[i] not in named and ids.size <= _WRITTEN_OUT:
+        masked = i == 1 and "mask" in named
+        if LENGTHS[i] not in named and not masked and ids.size <= _WRITTEN_OUT:
             return np.array(ids)  # a constant that is written out is no kernel of each call
-        if LENGTHS[i] not in named:
-            return jnp.broadcast_to(ids[0], ids.shape)
-        valid = jnp.repeat(named[LENGTHS[i]].reshape(batch, -1), length, axis=1)
-        return ids + jnp.where(at % length < valid, 0, i + 1)
+        ids = jnp.broadcast_to(ids[0], ids.shape)
+        if LENGTHS[i] in named:
+            valid = jnp.repeat(named[LENGTHS[i]].reshape(batch, -1), length, axis=1)
+            ids = jnp.where(at % length < valid, ids, ids // 3 * 3 + i + 1)
+        if masked:
+            seen = named["mask"][..., 0, 0, :]
+            seen = jnp.broadcast_to(seen, (*named["q"].shape[:-3], length)).reshape(batch, -1)
+            ids = jnp.where(seen, ids, ids // 3 * 3 + 2)
+        return ids
 
     def folded(name: str) -> jax.Array:
         if name in SEGMENTS:

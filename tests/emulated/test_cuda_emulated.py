@@ -52,6 +52,7 @@ CASES = (
       align=BOTTOM_RIGHT),
     C("sums in dq", T=256, H=128, K=1, causal=True),
     C("rows of 16, folded", batch=(136,), T=16, S=16, N=2, K=2, causal=True),
+    C("rows of 8, a mask of keys, folded", batch=(136,), T=8, S=9, N=2, K=2, mask="b11s"),
     # Which pairs there are.
     C("window", window=(70, 20), T=300, S=300, softcap=5.0),
     C("softcap far", softcap=0.5, scale=-0.3),

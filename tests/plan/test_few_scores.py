@@ -30,10 +30,11 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"batch": 64}, False),  # kernels read the keys of so many rows once
         ("bfloat16", {"batch": 1024}, False),  # more scores than are computed at once
         ("bfloat16", {"kv_len": 1, "kv_heads": 8, "q_len": 999}, True),
-        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4, "q_len": 4096}, True),
-        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4, "q_len": 4097}, False),
-        ("bfloat16", {"kv_len": 5, "kv_heads": 8, "batch": 4, "q_len": 3000}, False),
-        ("bfloat16", {"kv_len": 4, "kv_heads": 4, "batch": 4, "q_len": 4096}, False),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4096}, True),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4097}, False),
+        ("bfloat16", {"kv_len": 5, "kv_heads": 8, "batch": 3000}, False),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 4, "batch": 2048, "q_len": 8}, True),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1500, "q_len": 9}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
@@ -128,7 +129,7 @@ def test_explain_says_so():
 
 @needs_module
 def test_program_has_no_kernel_and_no_warning():
-    q = jax.ShapeDtypeStruct((512, 4, 8, 64), jnp.float32)
+    q = jax.ShapeDtypeStruct((512, 6, 8, 64), jnp.float32)
     traced = jax.jit(jax.grad(lambda x: jax_flash.flash_attention(x, x, x).sum())).trace(q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -164,9 +165,14 @@ def test_both_passes_share_products_and_softmax():
         ("...ktgs,...ktgh->...ksh", (60, 1, 16, 2, 16), (60, 1, 16, 2, 128), False),
         ("...ktgh,...ksh->...ktgs", (231, 1, 16, 1, 16), (231, 1, 16, 16), True),
         ("...ktgh,...ksh->...ktgs", (231, 1, 128, 1, 16), (231, 1, 16, 16), False),
+        ("...ktgs,...ktgh->...ksh", (4, 1, 2, 64, 16), (4, 1, 2, 64, 80), True),
+        ("...ktgs,...ksh->...ktgh", (4, 1, 2, 64, 16), (4, 1, 16, 80), True),
+        ("...ktgs,...ksh->...ktgh", (3, 20, 1, 2, 1576), (3, 20, 1576, 64), True),  # met twice
+        ("...ktgs,...ksh->...ktgh", (3, 20, 1, 5, 1576), (3, 20, 1576, 64), False),
+        ("...ktgs,...ktgh->...ksh", (3, 20, 1, 2, 1576), (3, 20, 1, 2, 64), True),
     ],
 )
 def test_which_products_are_summed(subscripts, x, y, summed: bool):
-    """Up to 2^21, or 2^23 of a few positions."""
+    """Up to 2^21, or 2^23 of a few positions, or of elements that are met four times."""
     x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in (x, y))
     assert _products._is_summed(subscripts, x, y) == summed

@@ -12,7 +12,7 @@ import jax_flash
 from jax_flash import _gpu
 from jax_flash._gpu import folding
 from jax_flash._ops import passes
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Problem, Shapes, TermShape
 
 from ..conftest import needs_module
 
@@ -63,6 +63,18 @@ def test_lengths_too_but_where_a_window_counts_otherwise():
     assert rows("backward", {"kv_len": 32}, terms=lengths, bottom_right=True) == 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "folded"),
+    [((1024, 1, 1, 16), 8), ((1, 1, 1, 16), 8), ((1024, 16, 1, 16), 1), ((1024, 1, 16, 16), 1),
+     ((1024, 1, 1, 1), 1)],
+)  # fmt: skip
+def test_a_mask_of_keys_too(sizes: tuple[int, ...], folded: int):
+    for terms in (("mask",), ("key_value_lengths", "mask")):
+        of = {"terms": terms, "window": (None, 0)}
+        assert rows("forward", {"mask": TermShape("bool", *sizes)}, **of) == folded
+        assert rows("backward", {"mask": TermShape("bool", *sizes)}, **of) == folded
+
+
 def test_plain_calls_alone():
     for change in (
         {"softcap": 30.0}, {"terms": ("sinks",)}, {"dtype": "float32"}, {"as_written": True}
@@ -107,10 +119,15 @@ def test_explanation_says_so(uncompiled):
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "window", "lengths"),
-    [(5, (None, 0), ()), (7, (None, None), (1,)), (5, (2, 1), (0, 1))],
+    ("kv_len", "window", "lengths", "masked"),
+    [
+        (5, (None, 0), (), ()),
+        (7, (None, None), (1,), (2, 3)),
+        (5, (2, 1), (0, 1), (1, 1)),
+        (5, (None, 0), (), (2, 3)),
+    ],
 )
-def test_values_are_the_same(kv_len: int, window: Any, lengths: tuple[int, ...]):
+def test_values_are_the_same(kv_len: int, window: Any, lengths: Any, masked: tuple[int, ...]):
     """What folding makes of operands and results, by float64 of "xla"."""
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 5)
@@ -122,8 +139,12 @@ def test_values_are_the_same(kv_len: int, window: Any, lengths: tuple[int, ...])
             for i in lengths
         }
         terms = {name: jnp.maximum(x, 0) for name, x in terms.items()}
+        if masked:
+            mask = jax.random.bernoulli(keys[4], 0.7, (*masked, 1, 1, kv_len))
+            terms["mask"] = mask.at[-1, -1].set(False)
         problem = Problem("float64", scale=0.3, window=window, terms=tuple(terms))
-        shapes = Shapes(6, 5, kv_len, 4, 2, 8, 8)
+        shapes = Shapes.of(q, k, v, terms)
+        assert shapes.batch == 6
         named = {"q": q, "k": k, "v": v, **terms}
         for which, call in passes(problem, backend="xla", with_dlse=True).items():
             taken, sizes = folding.fold(call, shapes, 3)

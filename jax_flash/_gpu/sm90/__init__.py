@@ -14,7 +14,6 @@ from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family
-from jax_flash._gpu.folding import LENGTHS
 from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm90.backward import choose_backward, early_backward, takes_turns
 from jax_flash._gpu.sm90.backward_launch import backward_launch
@@ -74,7 +73,7 @@ class Sm90(Family):
         """
         problem, batch = call.problem, shapes.batch
         bare = is_bare(dataclasses.replace(problem, terms=()))
-        if not bare or not {*LENGTHS}.issuperset(problem.terms):
+        if not bare or not folding.hides_keys(call, shapes):
             return 1
         if problem.split or is_highest(problem) or problem.as_written:
             return 1
