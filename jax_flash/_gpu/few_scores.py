@@ -26,8 +26,9 @@ _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
 # 16 bits, a few queries too: H200, us and with gradients, 512 x 4, 12 heads of 64, a mask 15 to 12,
 # 40 to 26; 12/4 heads 27 to 17, 53 to 31; 128 x 6 and 3 keys, 8 of 128 11 to 7, 32 to 15. Kernels
-# take less for more queries: 512 x 16 and 4 keys 26 us for 32, 6 x 1024 and 2, 40 of 96 51 for 98.
-_FEW_KEYS, _FEW_QUERIES, _FEW_KEYS_SCORES = 4, 8, 1 << 19
+# take less for more queries, 512 x 16 and 4 keys 26 us for 32, 6 x 1024 and 2, 40 of 96 51 for 98,
+# but of few multiplications: 28 x 512 and 2, one of 112, a mask 11 to 10, 47 to 20.
+_FEW_KEYS, _FEW_QUERIES, _FEW_KEYS_SCORES, _FEW_KEYS_LITTLE = 4, 8, 1 << 19, 1 << 22
 # 16 bits, rows that are no multiples of 16 bytes, which warps load: 82 x 2048 x 11 scores, a head
 # of 177, a bias and lengths of keys take 211 us for 324 forward, 453 for 1006 with gradients.
 _LOADED_KEYS, _LOADED_SCORES = 16, 1 << 21
@@ -79,9 +80,11 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     own = heads == shapes.kv_heads
     simple = _LOADED_TERMS.issuperset(call.problem.terms)
     simple &= call.problem.softcap is None and call.problem.score is None
-    tiny = queries <= _FEW_QUERIES and keys <= _FEW_KEYS and scores <= _FEW_KEYS_SCORES
-    if simple and tiny:
-        return True
+    if simple and keys <= _FEW_KEYS:
+        if queries <= _FEW_QUERIES and scores <= _FEW_KEYS_SCORES:
+            return True
+        if scores * max(shapes.head_dim, shapes.value_dim) <= _FEW_KEYS_LITTLE:
+            return True
     loaded = own and not sm90.tma_loads_of(shapes) and _LOADED_TERMS.issuperset(call.problem.terms)
     if loaded and keys <= _LOADED_KEYS and scores <= _LOADED_SCORES:
         return True

@@ -35,6 +35,8 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"kv_len": 5, "kv_heads": 8, "batch": 3000}, False),
         ("bfloat16", {"kv_len": 4, "kv_heads": 4, "batch": 2048, "q_len": 8}, True),
         ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1500, "q_len": 9}, False),
+        ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 512}, True),
+        ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 513}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
