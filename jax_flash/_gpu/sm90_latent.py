@@ -84,7 +84,7 @@ class Sm90Latent(Family):
             family=self.name,
             arch=gpu.arch,
             target=f"jax_flash_cuda_{call.target}",
-            source="sm90_latent/decode.cuh",
+            source=f"sm90_latent/decode{'_few' if tiling.few_rows else ''}.cuh",
             tiling=tiling,
             constants=tiling.constants(call, shapes),
             operands=operands_of(call, shapes),
@@ -111,22 +111,37 @@ class LatentTiling:
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
     heads = 1
-    block_kv = 64  # positions of a block: with the queries two are what shared memory holds
     values_in_keys = True
-    threads = 384
     merge_threads = 512
 
     @property
+    def few_rows(self) -> bool:
+        """Few query rows read packed ones, by mma.sync: kernels of their own."""
+        return self.latent_rows and self.query_rows < self.head_rows
+
+    @property
+    def block_kv(self) -> int:
+        """Positions of a block: with the queries two are what shared memory holds."""
+        return 128 if self.few_rows else 64
+
+    @property
+    def threads(self) -> int:
+        """Those of a CTA."""
+        return 288 if self.few_rows else 384
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: two blocks, queries, what warpgroups tell, barriers."""
+        """Dynamic shared memory of a CTA: two blocks, queries, what warps tell, barriers."""
+        if self.few_rows:
+            queries, weights = 2 * self.head_dim + 4, self.block_kv * (2 * self.query_rows + 16)
+            told = 2 * 8 * 4 * self.query_rows + 4 * self.block_kv * 2 + 4 * 8 * 4
+            rows = 2 * self.block_kv * _latent_rows.BYTES
+            return rows + self.query_rows * queries + weights + told + 48 + 16 * 8
         boxes = self.head_dim // 64
         tiles = 128 * (2 * boxes * self.block_kv + (boxes - 1) * self.query_rows + self.head_rows)
         told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
         barriers = 8 * (2 * (boxes + 2) + 3) + 16  # and bits of what is not read
         incoming, parked = 4 * 128 * 16 if self.latent_rows else 0, 4 * 16
-        if self.rings:
-            rows = 4 * (16 if self.query_rows == 16 else 12)
-            incoming = -(-rows * _latent_rows.BYTES // 1024) * 1024
         return tiles + told + barriers + 16 + incoming + parked
 
     @property
@@ -134,11 +149,6 @@ class LatentTiling:
         """The second kernel's: what each thread has under way, factors and exponents, sums."""
         of_rows = _MOST_PARTS * (4 * (self.head_rows + 4) + self.head_rows)
         return self.merge_threads * (256 + 32) + of_rows
-
-    @property
-    def rings(self) -> bool:
-        """Packed rows come to a ring of each warp, for which few query rows leave place."""
-        return self.latent_rows and self.query_rows < self.head_rows
 
     def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, by name."""
@@ -161,7 +171,7 @@ class LatentTiling:
             "kSplitsColumns": False,
             "kPaged": call.paged,
             "kPackedRows": self.latent_rows,
-            "kRings": self.rings,
+            "kFewRows": self.few_rows,
             "kQueryRows": self.query_rows,
             # TMA takes some 60 cycles of a warp for each row of a box that lies by itself. So rows
             # that may lie anywhere come by cp.async, 16 bytes a thread, as packed ones do.
@@ -190,7 +200,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
     return LatentTiling(
         parts=parts,
         shares=shares,
-        box_rows=math.gcd(size or 0, LatentTiling.block_kv),
+        box_rows=math.gcd(size or 0, 64),
         latent_rows=call.latent_rows,
         query_rows=_query_rows(shapes) if call.latent_rows else _ROWS,
         takes_places=takes_places,

@@ -244,6 +244,10 @@ SHARED = {
         "decode::LatentShared": "kLaunchSharedBytes",
         "decode::MergeShared": "kLaunchMergeSharedBytes",
     },
+    "sm90_latent/decode_few.cuh": {
+        "decode::FewShared": "kLaunchSharedBytes",
+        "decode::MergeShared": "kLaunchMergeSharedBytes",
+    },
     "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
 }
 

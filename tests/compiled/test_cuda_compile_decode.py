@@ -32,6 +32,7 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((576, 512), (128, 1), {"latent": True, "q_len": 2, "everything": True}),
     ((576, 512), (128, 1), {"latent": True, "latent_rows": True, "everything": True}),
     ((576, 512), (16, 1), {"latent": True, "latent_rows": True}),
+    ((576, 512), (16, 1), {"latent": True, "latent_rows": True, "q_len": 2, "everything": True}),
     ((576, 512), (128, 2), {"latent": True}),
     ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
     ((192, 128), (64, 1), {"q_len": 16, "page": 1, "everything": True}),

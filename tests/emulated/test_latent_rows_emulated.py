@@ -29,6 +29,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"lengths": (150, 70), "heads": 8, "tokens": 2, "page": 3, "window": 80},
         {"parts": 3},
     ),
+    # Few query rows: parts that end within units, scales of which some are extreme.
+    "few": (
+        {"lengths": (300, 1, 0, 130), "heads": 16, "odd_scales": True}, {"parts": 3}
+    ),
     "chosen": ({"lengths": (90, 170), "heads": 16, "tokens": 2, "page": 16, "chosen": 70}, {}),
 }  # fmt: skip
 
@@ -53,9 +57,10 @@ def test_numbers_that_are_none_reach_what_sees_them(emulator: Emulator):
     assert np.isnan(np.float32(got.out[1])).any(axis=(1, 2)).tolist() == [False, True]
 
 
-def test_a_page_that_is_none_gives_nan(emulator: Emulator):
-    """Two tiles of rows, whose CTAs convert half of a block's rows each."""
-    case = draw(lengths=(70, 70, 70), heads=128, page=16, odd_scales=True)
+@pytest.mark.parametrize("heads", [128, 16])
+def test_a_page_that_is_none_gives_nan(heads: int, emulator: Emulator):
+    """Two tiles of rows, whose CTAs convert half of a block's rows each, or few rows."""
+    case = draw(lengths=(70, 70, 70), heads=heads, page=16, odd_scales=True)
     table = np.asarray(case.arrays["page_table"]).copy()
     table[0, 1], table[2, 3] = -1, 1 << 20  # of either half
     arrays = case.arrays | {"page_table": jnp.asarray(table)}

@@ -18,8 +18,8 @@
 
 namespace decode {
 
-inline constexpr int kLoaderRegisters = kRings ? 56 : kByThreads ? 72 : 40;
-inline constexpr int kConsumerRegisters = kRings ? 224 : kByThreads ? 216 : 232;
+inline constexpr int kLoaderRegisters = kByThreads ? 72 : 40;
+inline constexpr int kConsumerRegisters = kByThreads ? 216 : 232;
 // The kernel starts with 168 for each thread, a multiple of 8; of more, the last warpgroup that
 // asks would wait for ever.
 static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
@@ -127,7 +127,7 @@ struct LatentConsumer {
     if constexpr (kGroup == 0) {
       begin_scores(block, first);
       // The second block's products come behind those of the first.
-      if constexpr (kBoth && !kRings) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
+      if constexpr (kBoth) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
       finish_products(scores);
       if (is_last) leave_queries(p, share, shared);
       weigh(block, first, correction);
@@ -143,29 +143,20 @@ struct LatentConsumer {
         release_half(second);
       }
     } else {
-      if constexpr (kBoth && !kRings) {
+      if constexpr (kBoth) {
         ptx::named_barrier_sync(kTurnBarrier, 2 * kGroupThreads);
         begin_scores(block + 1, second);
         finish_products(scores);
       }
-      if (is_last && !(kBoth && kRings)) leave_queries(p, share, shared);
+      if (is_last) leave_queries(p, share, shared);
       take_over(is_first);
       begin_others_values(first);
-      if constexpr (kBoth && kRings) {  // the loader waits for both halves
-        finish_products(output);
-        release_half(first);
-        begin_scores(block + 1, second);
-        finish_products(scores);
-        if (is_last) leave_queries(p, share, shared);
-      }
       if constexpr (kBoth) {
         weigh(block + 1, second, correction);
         hand_over(second);
       }
-      if constexpr (!(kBoth && kRings)) {
-        finish_products(output);
-        release_half(first);
-      }
+      finish_products(output);
+      release_half(first);
       if constexpr (kBoth) {
         rescale(correction);
         begin_own_values(second);

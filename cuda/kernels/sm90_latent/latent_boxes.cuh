@@ -95,7 +95,7 @@ struct Boxes {
   }
   // Bits of those rows of a loading warp that are not read.
   __device__ __forceinline__ uint32 unread(int warp) const {
-    static_assert(kLoaders == 4 && kBlockKV == 64);
+    static_assert(!kTakesPlaces || (kLoaders == 4 && kBlockKV == 64));
     const uint32 low = __ballot_sync(0xffffffffu, page[0] < 0),
                  high = __ballot_sync(0xffffffffu, page[kPiecesOfLane - 1] < 0);
     return (warp < 2 ? low : high) >> warp % 2 * 16;

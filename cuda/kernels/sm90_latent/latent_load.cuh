@@ -7,7 +7,6 @@
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1
 #include "sm90_latent/latent_boxes.cuh"
 #include "sm90_latent/latent_packed.cuh"
-#include "sm90_latent/latent_rings.cuh"
 
 namespace decode {
 
@@ -20,10 +19,6 @@ struct LatentLoader {
   bool is_coming = false;        // the last block, by cp.async, of which nobody has been told
 
   __device__ __forceinline__ void run(const OwnLine& line) {
-    if constexpr (kRings) {
-      run_rings<RingLoader<LatentShared>>(line);
-      return;
-    }
     line.walk<true>(
         share,
         [&](const Unit& unit, const Range& range) {
@@ -47,17 +42,6 @@ struct LatentLoader {
         },
         ptx::shared_address(shared.parked + warp));
   }
-  template <class Rings>
-  __device__ __forceinline__ void run_rings(const OwnLine& line) {
-    Rings rings(p, shared, warp);
-    line.walk<true>(
-        share,
-        [&](const Unit& unit, const Range& range) {
-          rings.load(unit, range, blocks, [&] { load_queries(unit); });
-        },
-        ptx::shared_address(shared.parked + warp));
-  }
-
   __device__ __forceinline__ void load_queries(const Unit& unit) {
     if (threadIdx.x % 32 == 0) {
       const uint32 full = ptx::shared_address(&shared.queries_full);

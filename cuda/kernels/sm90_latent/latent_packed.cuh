@@ -6,7 +6,7 @@
 // of blocks that follow come to L2 meanwhile. A warp is alone on its scheduler and waits for
 // instructions, not for memory: so they are few, and no load goes through registers that the next
 // turn of a loop has, since these are copied, and copies wait. Calls of up to 32 query rows have
-// another loader: latent_rings.cuh.
+// a kernel of their own: latent_few.cuh.
 #pragma once
 
 #include "sm80/ptx_sm80.cuh"  // copy_async_past_l1

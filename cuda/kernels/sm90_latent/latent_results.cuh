@@ -12,15 +12,18 @@ namespace decode {
 // rows would spill 8 bytes.
 inline constexpr bool kLeavesHalves = kBFloat16 && !kPackedRows;
 static_assert(kCluster == 1 || kLeavesHalves);
-inline constexpr int kLeftPieces = kShareRows * kValueDim / 8;
+inline constexpr int kLeftRows = kFewRows ? kQueryRows : kShareRows;
+inline constexpr int kLeftPieces = kLeftRows * kValueDim / 8;
+inline constexpr int kLeftThreads = 2 * kLeftRows;          // four have two rows, 8 apart
 inline constexpr int kLeftBytes = kLeavesHalves ? 16 : 32;  // of a piece
 struct LeftPiece {
   int row, column;  // of the first two; the others are 8, 16 and 24 columns on
   __device__ __forceinline__ explicit LeftPiece(int piece) {
-    const int of_group = piece / kGroupThreads;  // 32 columns, then rows, then halves
+    const int of_group = piece / kLeftThreads;  // 32 columns, then rows, then halves
     column = of_group / (kHalfColumns / 16) * kHalfColumns + of_group % (kHalfColumns / 32) * 32 +
              fragment::first_column(piece);
-    row = fragment::first_row(piece) + of_group / (kHalfColumns / 32) % 2 * fragment::kRowStep;
+    row = fragment::first_row(piece % kLeftThreads) +
+          of_group / (kHalfColumns / 32) % 2 * fragment::kRowStep;
   }
 };
 // A row's base and sum, and with kLeavesHalves the exponent that its sums are relative to.

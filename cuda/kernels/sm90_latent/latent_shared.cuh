@@ -22,7 +22,7 @@ inline constexpr int kHalfBoxes = kValueDim / kBoxColumns / 2;  // of the values
 inline constexpr int kHalfColumns = kValueDim / 2;
 // The box behind the values holds the weights of its block once its scores are there.
 inline constexpr int kWeightsAt = 2 * kHalfBoxes * kBoxBytes;
-static_assert(kBlockKV == 64 && kShareRows == 64 && kHeads == 1 && kValuesInKeys);
+static_assert((kBlockKV == 64 || kFewRows) && kShareRows == 64 && kHeads == 1 && kValuesInKeys);
 static_assert(kHalfBoxes == kLoaders);  // so a box is always the same warp's
 static_assert(kHeadDim % kBoxColumns == 0 && kValueDim == 512 && kHeadDim > kValueDim);
 static_assert(kCacheColumns == kBoxColumns);
@@ -32,23 +32,17 @@ static_assert(kCacheColumns == kBoxColumns);
 inline constexpr int kQueryBoxBytes = kQueryRows * kBoxRowBytes;
 static_assert(kQueryRows % 16 == 0 && kQueryRows <= kShareRows);
 
-// With packed rows: what each thread that loads has under way (latent_packed.cuh), or with kRings
-// each warp, as many rows as there is place for (latent_rings.cuh).
-template <bool kIsPacked, bool kInRings>
+// With packed rows: what each thread that loads has under way (latent_packed.cuh).
+template <bool kIsPacked>
 struct Incoming {
   static constexpr uint4* incoming = nullptr;
 };
 template <>
-struct Incoming<true, false> {
+struct Incoming<true> {
   uint4 incoming[4 * kGroupThreads];  // 8 KB: keys still begin at a multiple of 1024 bytes
 };
-template <>
-struct Incoming<true, true> {
-  static constexpr int kRows = kQueryRows == 16 ? 16 : 12;               // of a warp
-  uint4 incoming[ceil_div(kLoaders * kRows * kPackedBytes, 1024) * 64];  // a multiple of 1024 bytes
-};
 
-struct LatentShared : Incoming<kPackedRows, kRings> {
+struct LatentShared : Incoming<kPackedRows> {
   unsigned char keys[2][kKeyBytes];  // at multiples of 1024 bytes
   unsigned char queries[(kKeyBoxes - 1) * kQueryBoxBytes + kBoxBytes];
   float base[2][kShareRows];          // of rows, by the owner of the last block
