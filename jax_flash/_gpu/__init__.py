@@ -100,14 +100,12 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
 
 def folded(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, Shapes]:
     """Returns the call that kernels take for one which `refuse` lets through: of longer rows."""
-    first, *others = calls(call, shapes, gpu)
-    if others:
-        return call, shapes
+    first, *_ = calls(call, shapes, gpu)
     family = choose(first, shapes, gpu)
-    rows = family.folds(call, shapes, gpu)
+    rows = family.folds(first, shapes, gpu)
     if rows > 1:
         return folding.fold(call, shapes, rows)
-    heads = family.folds_heads(call, shapes, gpu)
+    heads = family.folds_heads(first, shapes, gpu)
     return folding.fold_heads(call, shapes) if heads else (call, shapes)
 
 

@@ -19,6 +19,10 @@ _SCORES = 1 << 24  # 64 MB in float32: what backend "xla" computes at once
 # float32: 64 positions take as long either way, 4 a seventh; so do few scores of any lengths, since
 # kernels of float32 are several launches.
 _FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
+# Heads that share keys, which kernels then read once: H200, 64 x 8 x 1024, 20/2 heads of 128
+# (2^23.3 scores) 207 to 129 us, with gradients 653 to 324; 16 x 16 x 2048, 8/1 of 64 (2^22) 54 and
+# 166 on XLA, 101 and 200 by kernels.
+_FLOAT32_TOGETHER = 1 << 23
 _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 of the kernels' time
 # 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
@@ -73,7 +77,7 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     if scores > _SCORES:
         return False
     if call.problem.dtype == "float32":
-        return min(queries, keys) <= _FLOAT32_LENGTH or scores <= _FLOAT32_SCORES
+        return _takes_float32(call, shapes, gpu, scores)
     if keys == 1:
         return True
     little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
@@ -99,12 +103,22 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     # XLA copies keys and values of several heads to where a head's are in a row.
     if shapes.kv_heads != 1:
         return False
-    # Hopper's kernels read keys once for all heads.
-    once = gpu.arch in sm90.Sm90.architectures and sm90.fill_together(call, shapes, gpu)
-    if once and batch >= _ROWS:
+    if batch >= _ROWS and _read_once(call, shapes, gpu):
         return False
     units = batch * heads * -(-keys // 128)
     return queries <= _SHARED_QUERIES and heads >= _GROUP and units >= _UNITS
+
+
+def _read_once(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether kernels read keys once for all heads that share them, as Hopper's do."""
+    return gpu.arch in sm90.Sm90.architectures and sm90.fill_together(call, shapes, gpu)
+
+
+def _takes_float32(call: Call, shapes: Shapes, gpu: GpuSpec, scores: int) -> bool:
+    if scores <= _FLOAT32_SCORES:
+        return True
+    short = min(shapes.q_len, shapes.kv_len) <= _FLOAT32_LENGTH
+    return short and not (scores >= _FLOAT32_TOGETHER and _read_once(call, shapes, gpu))
 
 
 def _are_empty(call: Call, shapes: Shapes, scores: int) -> bool:

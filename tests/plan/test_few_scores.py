@@ -56,6 +56,9 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("float32", {"kv_heads": 8, "q_len": 32, "batch": 16}, True),
         ("float32", {"kv_heads": 8, "q_len": 33, "kv_len": 100}, False),
         ("float32", {"batch": 1, "q_len": 200, "kv_len": 200}, True),
+        ("float32", {"batch": 127}, True),
+        ("float32", {"batch": 128}, False),  # heads that kernels read keys for once
+        ("float32", {"batch": 128, "kv_heads": 8}, True),
     ],
 )
 def test_which(dtype: str, sizes: dict[str, Any], taken: bool):

@@ -48,13 +48,24 @@ def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
 def test_positions_hide_nothing():
     changes: list[dict[str, Any]] = [
         {"window": (None, 0)}, {"terms": ("sinks",)}, {"terms": ("dropout_state",)},
-        {"as_written": True}, {"dtype": "float32"},
+        {"as_written": True},
     ]  # fmt: skip
     for change in changes:
         assert group("forward", {}, **change) == 1
     lengths = ("query_lengths", "key_value_lengths")
     assert group("backward", {"q_len": 8}, terms=lengths, softcap=30.0) == 20
     assert group("forward", {}, gpu="A100") == 1
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_float32(precision: str):
+    """Its copies, and what they do not hold, are those of folded heads."""
+    assert group("forward", {}, dtype="float32", precision=precision) == 20
+    assert group("backward", {}, dtype="float32", precision=precision) == 20
+    call = passes(Problem("float32", 0.1, precision=precision))["backward"]
+    made = _gpu.plans(call, SHAPES, _gpu.spec.GPUS["H200"])
+    assert len(made) == (2 if precision == "default" else 1)
+    assert {plan.dims["N"] for plan in made} == {2}
 
 
 def test_folded_once():

@@ -43,6 +43,17 @@ def test_sizes():
     assert padded(short) == short
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_words_of_few_bytes(which: str):
+    """Warps load odd dims by elements, and other dims that 4 does not divide by pairs."""
+    odd = dataclasses.replace(SHAPES, q_len=1, kv_len=8, head_dim=99)
+    assert padded(odd, which=which) == dataclasses.replace(PADDED, q_len=1, kv_len=8)
+    even = dataclasses.replace(SHAPES, q_len=512, kv_len=8, head_dim=98)
+    assert padded(even, which=which) == dataclasses.replace(PADDED, q_len=512, kv_len=8)
+    fewer = dataclasses.replace(even, q_len=511)
+    assert padded(fewer, which=which) == fewer
+
+
 def test_boxes_begin_early_where_rows_of_all_heads_are_aligned():
     """Heads of their own keys, and rows of 8 n elements: plain gradients up to 128 columns."""
     own = dataclasses.replace(SHAPES, kv_heads=4, q_len=4096, kv_len=4096)

@@ -6,6 +6,7 @@ A file for each pass chooses its tiling. Read next: forward_launch.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from jax_flash._call import Call
@@ -25,7 +26,7 @@ from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.sm90.hopper import early_tiles, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_wide, known
+from jax_flash._gpu.traits import group_size, is_bare, is_highest, known
 from jax_flash._gpu.workspaces import blocks
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
@@ -102,12 +103,8 @@ class Sm90(Family):
         return fill_together(call, shapes, gpu)
 
     def padded(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
-        """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
-        readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
-        # Halves of float32 are copies anyhow.
-        forward = call.target == "forward" and not call.problem.split
-        least = _PADDED_FROM_FORWARD if forward else _PADDED_FROM
-        if tma_loads_of(shapes) or min(readers) < least:
+        """Pads heads to rows that TMA loads, where copies take less than warps that load rows."""
+        if tma_loads_of(shapes) or not _copies_pay(call, shapes):
             return shapes
         if call.target == "forward":
             early = early_tiles(call.problem, shapes)
@@ -169,7 +166,7 @@ def fill_together(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
 
     Each head's own block reads the keys, and most of its queries are empty.
     """
-    if not folding.may_fold_heads(call, shapes) or is_wide(call.problem):
+    if not folding.may_fold_heads(call, shapes):
         return False
     batch, queries, keys = shapes.batch, shapes.q_len, shapes.kv_len
     if not (isinstance(batch, int) and isinstance(keys, int)):
@@ -181,6 +178,17 @@ def fill_together(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     return fewer and many and queries <= _COPIED_QUERIES * blocks(keys, _BLOCK)
 
 
+def _copies_pay(call: Call, shapes: Shapes) -> bool:
+    """Tells whether rows are read so often, or in words so short, that their copies pay."""
+    readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
+    word = math.gcd(shapes.head_dim, shapes.value_dim, 4)  # elements, that warps load at once
+    if word == 1 or (word == 2 and max(readers) >= _PADDED_EVEN_FROM):
+        return True
+    # Halves of float32 are copies anyhow.
+    forward = call.target == "forward" and not call.problem.split
+    return min(readers) >= (_PADDED_FROM_FORWARD if forward else _PADDED_FROM)
+
+
 def _constants(
     tiling: ForwardTiling | BackwardTiling, problem: Problem, shapes: Shapes
 ) -> dict[str, Number]:
@@ -190,6 +198,11 @@ def _constants(
 
 
 _PADDED_FROM, _PADDED_FROM_FORWARD = 1024, 1536  # rows that read a row
+# Where 4 does not divide the dims, rows that read a key. H200, us, forward and with gradients:
+# 19 x 752 x 8, 40/2 heads of 42 250 to 152, 1019 to 437; 32 x 128, 10/2 of 90 42 to 43, 119 to 122.
+# Odd ones: 119 x 32, 20 heads of 243 261 to 184, 1032 to 464; 40 x 64, 6/3 of 187 45 to 36, 151 to
+# 102; 16 x 512, 6 of 75 111 to 60, 437 to 210.
+_PADDED_EVEN_FROM = 1024
 _BLOCK = 128  # positions of the rows that are folded into one
 _ROUNDS = 2  # of units, of which folding spares some
 # Copies of queries and results in another order of heads are two kernels of 2 us at least; of 16
