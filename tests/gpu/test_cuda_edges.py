@@ -55,6 +55,8 @@ SHAPES = (
     C("folded bias", batch=(20,), T=3, S=200, N=40, K=2, H=112, bias="111s", with_lse=True),
     C("folded lengths", batch=(90,), T=6, S=140, N=12, K=3, H=240, q_lengths=(6, 0, 4),
       kv_lengths=(140, 0, 9), softcap=4.0, with_lse=True),
+    C("folded float32", batch=(60,), T=3, S=300, N=20, K=2, H=88, mask="b11s", dtype="float32",
+      with_lse=True),
     C("folded token", batch=(30,), T=1, S=300, N=21, K=3, H=64, mask="1n1s", bias="bn1s"),
     # Dims.
     *(C(f"dims {H} {Hv}", H=H, Hv=Hv, T=140, S=150, N=4, K=2, causal=True, with_lse=True)
@@ -71,6 +73,7 @@ SHAPES = (
                                          (100, 64, 1030, 1024, False, HALF),
                                          (197, 250, 70, 190, True, HALF)]),
     C("padded 250 129", H=250, Hv=129, T=1030, S=1050, N=1, batch=(1,), deterministic=True),
+    C("padded few", H=243, T=32, S=33, N=4, batch=(33,), dtype="float16", causal=True, with_lse=True),
     C("padded float32", H=33, T=1030, S=1050, N=1, batch=(1,), dtype="float32"),
     # Whole tiles of queries: dq holds half of its own sum.
     *(C(f"whole tiles {H} {Hv} {T} {turns}", H=H, Hv=Hv, T=T, S=S, deterministic=turns, **more)
