@@ -73,7 +73,8 @@ SHAPES = (
                                          (100, 64, 1030, 1024, False, HALF),
                                          (197, 250, 70, 190, True, HALF)]),
     C("padded 250 129", H=250, Hv=129, T=1030, S=1050, N=1, batch=(1,), deterministic=True),
-    C("padded few", H=243, T=32, S=33, N=4, batch=(33,), dtype="float16", causal=True, with_lse=True),
+    C("padded few", H=243, T=32, S=33, N=4, batch=(33,), dtype="float16", causal=True,
+      with_lse=True),
     C("padded float32", H=33, T=1030, S=1050, N=1, batch=(1,), dtype="float32"),
     # Whole tiles of queries: dq holds half of its own sum.
     *(C(f"whole tiles {H} {Hv} {T} {turns}", H=H, Hv=Hv, T=T, S=S, deterministic=turns, **more)
