@@ -207,7 +207,7 @@ def backward(
         dq = product(problem, of_queries, dscores, seen.clean_keys(tile.k), to_queries)
         dk = product(problem, of_keys, dscores, seen.clean_queries(tile.q), to_keys)
         sums = seen.keep_queries(dq), seen.keep_keys(dk), seen.keep_keys(dv)
-        return *sums, dlogits, of_captures
+        return *(x.astype(problem.sum_dtype) for x in sums), dlogits, of_captures
 
     state = tuple(
         None if x is None else jnp.zeros(x.shape, problem.sum_dtype)
