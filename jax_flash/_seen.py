@@ -9,6 +9,7 @@ that a GPU writes and reads.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,9 @@ class Seen(NamedTuple):
     def mark_keys(self, weights: jax.Array, x: jax.Array) -> jax.Array:
         """Adds to weights `not_finite` of the x of which `clean_keys` made another."""
         marks = not_finite(x)
-        if self.pairs is not None and _platform.is_gpu() and weights.size * x.shape[-1] > _APART:
+        sizes = (*weights.shape, x.shape[-1])  # of an export's, some may not be known
+        many = not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > _APART
+        if self.pairs is not None and _platform.is_gpu() and many:
             marks = jax.lax.optimization_barrier(marks)
         return self._mark(weights, marks[..., None, None, :])
 

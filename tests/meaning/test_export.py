@@ -163,6 +163,22 @@ def test_export_with_a_symbolic_batch(host_backend):
         close(exported.call(*arguments(size)), call(*arguments(size)), rtol=1e-6)
 
 
+def test_xla_for_gpus_exports_with_a_symbolic_batch():
+    """What chooses by sizes there, sums of products and marks of keys, takes them for many."""
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), jnp.bfloat16) for x in qkv()]
+
+    def loss(*arrays):
+        out = jax_flash.flash_attention(*arrays, is_causal=True, backend="xla")
+        return jnp.sum(out.astype(jnp.float32))
+
+    jax.export.export(
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
+        platforms=["cuda"],
+        disabled_checks=jax_flash.EXPORT_CHECKS,
+    )(*shapes)
+
+
 @pytest.mark.parametrize("window", [(3, 5), (2**40, 0)], ids=str)
 def test_export_with_a_symbolic_length(window):
     (t,) = jax.export.symbolic_shape("t")
