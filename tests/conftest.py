@@ -11,8 +11,8 @@ from typing import Any
 # Read when NumPy is imported: threads of one worker's small products (numpy_oracle.py) would wait
 # for the cores that others compile on.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Read when jax is imported: each operation's whole stack, pytest's frames too, would be written into
-# the programs: 17 % of the time that they take to be traced and lowered.
+# Read when jax is imported: programs would have each operation's whole stack, with pytest's frames,
+# for 17 % of the time that they take to be traced and lowered.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import hypothesis
