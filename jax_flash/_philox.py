@@ -21,7 +21,8 @@ parity of the last two numbers) and gives three a correlation of at most 2e-4 at
 the low 15 bits of three numbers are the lattice of a good multiplier, whose shortest wave vector is
 180 (194 at best).
 
-64-bit products are built from 16-bit halves, because uint64 exists in JAX only in x64 mode.
+Before jax 0.11 64-bit products are built from 16-bit halves, because uint64 exists in JAX only in
+x64 mode.
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: 7 rounds are the fewest that
 pass BigCrush.
@@ -47,12 +48,15 @@ WORDS_OF_PART = 6  # of the state of a part of a sequence
 
 def _multiply_wide(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the high and low 32 bits of `a * b` for uint32 b."""
+    low = jnp.uint32(a) * b
+    if hasattr(jax.lax, "mulhi"):
+        return jax.lax.mulhi(jnp.full_like(b, a), b), low
     a_high, a_low = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
     b_high, b_low = b >> 16, b & jnp.uint32(0xFFFF)
     low_low = a_low * b_low
     middle = a_high * b_low + (low_low >> 16)  # at most (2^16-1)^2 + 2^16-1 < 2^32
     middle_low = a_low * b_high + (middle & jnp.uint32(0xFFFF))
-    return a_high * b_high + (middle >> 16) + (middle_low >> 16), jnp.uint32(a) * b
+    return a_high * b_high + (middle >> 16) + (middle_low >> 16), low
 
 
 def philox(key: tuple[jax.Array, ...], counter: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

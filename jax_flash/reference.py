@@ -209,7 +209,8 @@ def _map_scores(function, scores: jax.Array) -> jax.Array:
 def _dropout_mask(key, rate: float, shape) -> jax.Array:
     """Computes bool `[*B, N, T, S]`: which weights dropout keeps."""
     *batch, heads, q_len, kv_len = shape
-    word = jax.random.bits(key, (2,), jnp.uint32)
+    word = jax.random.key_data(key)
+    word = word if word.shape == (2,) else jax.random.bits(key, (2,), jnp.uint32)
     batch_id = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1)
     head_id = jnp.arange(heads, dtype=jnp.uint32)
     state = jnp.stack(jnp.broadcast_arrays(word[0], word[1], head_id, batch_id), axis=-1)

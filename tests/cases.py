@@ -394,7 +394,7 @@ def _jitted_call(case: Case, backend: str | None):
 
 
 def dropout_words(key: jax.Array | None = None) -> tuple[int, int]:
-    """The Philox key drawn from a dropout key (from that of `Arguments.function` unless given)."""
+    """The Philox key of a dropout key (from that of `Arguments.function` unless given)."""
     key = jax.random.key(DROPOUT_SEED) if key is None else key
-    first, second = np.asarray(jax.random.bits(key, (2,), np.uint32))
+    first, second = np.asarray(jax.random.key_data(key))
     return int(first), int(second)

@@ -166,10 +166,14 @@ def sinks_of(sinks, batch, q_heads: int, query_dtype) -> jax.Array | None:
 def dropout_state_of(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
     """Computes uint32 `[*B, N, 4]`: (key word 0, key word 1, head id, batch id).
 
-    The ids count heads and batch rows over the whole call, however it is later sharded.
+    The ids count heads and batch rows over the whole call, however it is later sharded. Philox
+    mixes its key, so a key of two words, threefry's, is taken as it is: few scores would wait for
+    another generator.
     """
     try:
-        words = jax.random.bits(key, (2,), jnp.uint32)
+        words = jax.random.key_data(key)
+        if words.shape != (2,):
+            words = jax.random.bits(key, (2,), jnp.uint32)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"dropout_key is {describe(key)}; expected one key, such as jax.random.key(0) or "
