@@ -149,7 +149,13 @@ class Sweep:
             query_positions=optional("query_positions", by_query),
             key_value_positions=optional("key_value_positions", by_key),
             sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None, :]),
-            dropout_state=optional("dropout_state", lambda x: split_heads(x, -2)),
+            # Word by word: XLA takes a slice of what was stacked, not of its reshape, for a word.
+            dropout_state=optional(
+                "dropout_state",
+                lambda x: jnp.stack(
+                    [split_heads(x[..., i], -1) for i in range(x.shape[-1])], axis=-1
+                ),
+            ),
             score_ids=optional("score_ids", lambda x: split_heads(x, -2)),
             captures={name: terms[name] for name in problem.captures},
             block_q=block_q,
