@@ -49,8 +49,9 @@ WORDS_OF_PART = 6  # of the state of a part of a sequence
 def _multiply_wide(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the high and low 32 bits of `a * b` for uint32 b."""
     low = jnp.uint32(a) * b
-    if hasattr(jax.lax, "mulhi"):
-        return jax.lax.mulhi(jnp.full_like(b, a), b), low
+    mulhi = getattr(jax.lax, "mulhi", None)
+    if mulhi is not None:
+        return mulhi(jnp.full_like(b, a), b), low
     a_high, a_low = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
     b_high, b_low = b >> 16, b & jnp.uint32(0xFFFF)
     low_low = a_low * b_low
