@@ -10,6 +10,8 @@ import pytest
 
 import jax_flash
 from jax_flash import _gpu
+from jax_flash._gpu.plan import Kernel
+from jax_flash._gpu.sizes import SMS, evaluate, minimum
 from jax_flash._gpu.spec import GPUS
 from jax_flash._ops.common import Common, parts_of
 from jax_flash._ops.prefill import Prefill
@@ -190,6 +192,18 @@ def test_tails_have_a_warpgroup_of_their_own(tokens, heads, rows):
             assert producer + made.tail_registers + 2 * consumer == 512
     wide = tiling(Common(problem, None, count=3), kv_len=8192, **changes)
     assert (wide.consumers, wide.tail_rows) == (3 if tokens > 700 else wide.consumers, 0)
+
+
+def test_tails_are_dealt_out_to_all_multiprocessors():
+    """However few units pages in common make; what merges repairs rows, too."""
+    problem = Problem("bfloat16", 0.125, bottom_right=True)
+    shapes = dataclasses.replace(SHAPES, batch=1, q_len=128, kv_len=128)
+    for tails, grid, last in ((True, SMS, "merge"), (False, minimum(SMS, 32), "exact")):
+        plan = _gpu.plan(Common(problem, None, count=1 + tails, tails=tails), shapes, GPUS["H200"])
+        steps = [step for step in plan.launch.steps if isinstance(step, Kernel)]
+        assert [step.entry for step in steps] == ["flash_forward", f"flash_forward_{last}"]
+        numbers = dict(plan.dims) | {"sms": 132}
+        assert evaluate(steps[0].grid, numbers) == evaluate(grid, numbers)
 
 
 @pytest.mark.parametrize(

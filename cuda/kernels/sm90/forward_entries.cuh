@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
     flash_forward_exact(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = gridDim.x * kExactWarps;
-  if constexpr (kTails) ptx::let_the_next_kernel_start();
+  if constexpr (kTails) return;  // flash_forward_merge is instead of it
   ptx::wait_for_the_kernel_ahead();
   if (is_left_to_other(p)) return;  // then there are no marks
   const int tiles = numbers_of(p) * kWarpsOfConsumers;
@@ -215,8 +215,7 @@ extern "C" __global__ void __launch_bounds__(32 * forward::kExactWarps, 1)
   }
 }
 
-// With kTails one more: as many CTAs as there are 16 rows. A kernel of its own, whose text is
-// short: within the one before it took 0.6 to 1.6 us more.
+// With kTails the last one: as many CTAs as there are 16 rows.
 extern "C" __global__ void __launch_bounds__(forward::kMergeThreads)
     flash_forward_merge(const __grid_constant__ ForwardParams p) {
   if constexpr (forward::kTails) forward::merge_parts(p);

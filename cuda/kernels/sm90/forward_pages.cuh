@@ -15,17 +15,22 @@ struct KeysOfUnit {
 
   __device__ __forceinline__ KeysOfUnit(const ForwardParams& p, const UnitIndex& unit) {
     if constexpr (kInCommon) {
-      const int request = query_batch(p, unit.batch), parts = p.parts_in_common;
-      const int part = unit.batch - request * parts;
-      const int length = max(p.request_lengths[request], 0), blocks = ceil_div(length, kBlockKV);
-      first_block = blocks * part / parts;
-      const int end = min(blocks * (part + 1) / parts * kBlockKV, length);
-      own = {unit.query_block * kUnitRows, p.query_len, end - first_block * kBlockKV, request};
+      const int request = query_batch(p, unit.batch);
+      const Range keys = in_part(p, request, unit.batch - request * p.parts_in_common);
+      first_block = keys.begin / kBlockKV;
+      own = {unit.query_block * kUnitRows, p.query_len, keys.end - keys.begin, request};
     } else {
       own = units_of_requests(p)[unit.query_block];
     }
   }
   __device__ __forceinline__ int first_key() const { return first_block * kBlockKV; }
+  // Keys of a part of those in common.
+  template <class Params>
+  static __device__ __forceinline__ Range in_part(const Params& p, int request, int part) {
+    const int parts = p.parts_in_common, length = max(p.request_lengths[request], 0);
+    const int blocks = ceil_div(length, kBlockKV);
+    return {blocks * part / parts * kBlockKV, min(blocks * (part + 1) / parts * kBlockKV, length)};
+  }
 };
 
 // Loads kPageRows keys of a page, from `slot` on, to the rows from `row` on of a block of kRows.

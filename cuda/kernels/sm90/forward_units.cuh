@@ -88,10 +88,6 @@ struct UnitResults : Warpgroup {
       const float factor = softmax.finish<kHasSinks>(row, sink, lse) * dropout_scale(p);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
-      if constexpr (kTails) {
-        const Tail tail = tail_of(p, query_batch(p, t.batch), min(query, t.query_length - 1));
-        empty = empty || !tail.sees_common() || !tail.is_needed();
-      }
 
       OutputRow<ResultElement> result;
       const uint32 flaw = result.take(output, row, factor);
@@ -168,8 +164,9 @@ struct UnitResults : Warpgroup {
     return part < 0 ? nullptr : p.part_lse + part * kUnitRows;
   }
   // Leaves rows of the warp, a bit each, to flash_forward_exact. The producer's warpgroup has no
-  // mark.
+  // mark. With kTails flash_forward_merge looks at results.
   __device__ __forceinline__ void mark_rows(const UnitInfo& t, uint32 rows) const {
+    if constexpr (kTails) return;
     const int thread = ptx::opaque(threadIdx.x);
     if (thread % 32 != 0) return;
     const int warp = thread / 32 - 4;

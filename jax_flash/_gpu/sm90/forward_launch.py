@@ -198,7 +198,9 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "unsigned*",
                 "marks",
-                Scratch(
+                None
+                if tiling.tail_rows
+                else Scratch(
                     "s32",
                     (_units(tiling) + _most_parts(tiling), 4 * warpgroups)
                     if tiling.splits
@@ -402,11 +404,15 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
     main = Kernel(
         "flash_forward",
-        minimum(SMS, units),
+        SMS if tiling.tail_rows else minimum(SMS, units),  # tails are dealt out to all
         tiling.threads,
         tiling.shared_bytes,
         overlaps=tiling.dynamic or segments or of_requests,
     )
+    if tiling.tail_rows:
+        rows = ceil_div(product(paged.REQUESTS, T, N), _MERGED_ROWS)
+        merge = Kernel("flash_forward_merge", rows, _EXACT_THREADS, beside=True, overlaps=True)
+        return *steps, main, merge
     exact = Kernel(
         "flash_forward_exact",
         minimum(SMS, units * 4 * warpgroups),
@@ -416,8 +422,4 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     )
     if tiling.splits:
         return *steps, main, join, exact
-    if not tiling.tail_rows:
-        return *steps, main, exact
-    rows = ceil_div(product(paged.REQUESTS, T, N), _MERGED_ROWS)
-    merge = Kernel("flash_forward_merge", rows, _EXACT_THREADS, beside=True, overlaps=True)
-    return *steps, main, exact, merge
+    return *steps, main, exact
