@@ -143,21 +143,24 @@ def test_latent_attention_is_its_formula_in_both_forms_with_its_gradient():
     def truth(weights):
         return plain_latent_attention(weights, x.astype(np.float64), (32, 16), 1e4)
 
+    # One by one their operations take 4 s more of a core to compile.
+    call = nnx.jit(lambda layer, *given, **options: layer(*given, **options))
+    decode = nnx.jit(lambda layer, *given, **options: layer.decode(*given, **options))
+    fill_cache = jax.jit(jax_flash.fill_cache)
+
     weights = in_float64(params)
     exact = truth(weights)
-    out, _ = layer(page["x"])
+    out, _ = call(layer, page["x"])
     np.testing.assert_allclose(out, exact, rtol=0, atol=2e-5 * np.abs(exact).max())
 
     # A prompt of 30, then a token, then nine, in pages, some of keys that were chosen.
     table = jnp.arange(6)[None].reshape(2, 3)[:, ::-1]
     pages = jnp.full((6, 16, 1, 40), jnp.nan)
-    _, stored = layer(page["x"][:, :30])
-    pages, _ = jax_flash.fill_cache(
-        pages, None, stored, None, jnp.array([30, 30]), page_table=table
-    )
+    _, stored = call(layer, page["x"][:, :30])
+    pages, _ = fill_cache(pages, None, stored, None, jnp.array([30, 30]), page_table=table)
     for first, stop in ((30, 31), (31, 40)):
-        new, pages = layer.decode(
-            page["x"][:, first:stop], pages, jnp.array([stop, stop]), page_table=table
+        new, pages = decode(
+            layer, page["x"][:, first:stop], pages, jnp.array([stop, stop]), page_table=table
         )
         np.testing.assert_allclose(
             new, exact[:, first:stop], rtol=0, atol=5e-5 * np.abs(exact).max()
@@ -166,11 +169,9 @@ def test_latent_attention_is_its_formula_in_both_forms_with_its_gradient():
         np.random.default_rng(0).permuted(np.tile(np.arange(40), (2, 40, 1)), axis=-1)
     )
     chosen = chosen[..., :12]
-    sparse, stored = layer(page["x"], indices=chosen)
-    rows, _ = jax_flash.fill_cache(
-        jnp.zeros((2, 40, 1, 40)), None, stored[:, :35], None, jnp.array([35, 35])
-    )
-    new, _ = layer.decode(page["x"][:, 35:], rows, jnp.array([40, 40]), indices=chosen[:, 35:])
+    sparse, stored = call(layer, page["x"], indices=chosen)
+    rows, _ = fill_cache(jnp.zeros((2, 40, 1, 40)), None, stored[:, :35], None, jnp.array([35, 35]))
+    new, _ = decode(layer, page["x"][:, 35:], rows, jnp.array([40, 40]), indices=chosen[:, 35:])
     np.testing.assert_allclose(new, sparse[:, 35:], rtol=0, atol=1e-4)
     assert np.abs(np.asarray(sparse) - exact).max() > 0.1 * np.abs(exact).max()
 
