@@ -70,7 +70,7 @@ def test_mma_sync_over_pages_compiles_without_spills(gpu, dim, page, features):
         SHAPES, batch=18, q_len=8192, kv_heads=4, head_dim=dim, value_dim=dim, page_size=page
     )
     plan = Pages80().plan(Prefill(problem, None), shapes, GPUS[gpu])
-    check(plan, seconds=8, gpu=GPUS[gpu])
+    check(plan, seconds=15, gpu=GPUS[gpu])
 
 
 # The same, of parts of pages that all tokens see whole, and of tails besides.
