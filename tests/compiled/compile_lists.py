@@ -62,6 +62,10 @@ def tuned(name: str) -> Configurations:
     yield "128/128 of 1024 keys, groups", PLAIN, grouped
     yield "128/128 of 1024 keys, groups", dataclasses.replace(PLAIN, window=(None, 0)), grouped
     yield "128/128 of 512 keys, groups", PLAIN, dataclasses.replace(grouped, q_len=512, kv_len=512)
+    for dim, right in ((64, 0), (64, None), (96, 0)):  # two teams, and three warpgroups
+        problem = dataclasses.replace(PLAIN, window=(None, right))
+        of_dim = dataclasses.replace(grouped, head_dim=dim, value_dim=dim)
+        yield f"{dim}/{dim} of 1024 keys, groups", problem, of_dim
     yield "128/128 of 768 keys", PLAIN, dataclasses.replace(middle, q_len=768, kv_len=768)
     documents = dataclasses.replace(many, q_len=8192, kv_len=8192)
     yield "128/128 documents", dataclasses.replace(PLAIN, terms=SEGMENTS), documents

@@ -213,6 +213,7 @@ def test_poison_beside_units_of_some_heads(emulator: Emulator):
 THREE_WIDE = (
     C("three", T=200, S=330, N=4, K=2, H=128),
     C("three 96", T=390, S=250, N=3, H=72, Hv=96, causal=True, align=BOTTOM_RIGHT),
+    C("three, heads packed", T=200, S=200, N=4, K=1, H=96, causal=True),
     C("three 72 lengths", T=300, S=300, N=2, H=72, causal=True, sinks=True, q_lengths=(290,),
       kv_lengths=(170,)),
     C("three window", T=410, S=410, N=2, K=1, H=112, window=(150, 0), dtype="float16"),

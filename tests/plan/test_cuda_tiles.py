@@ -112,7 +112,7 @@ def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
         ({"kv_heads": 4}, {"window": (None, 0)}, (3, 80, True, 4, 4)),
         ({"batch": 8, "q_len": 2048, "kv_len": 2048, "kv_heads": 4}, {}, (3, 80, False, 1, 4)),
         ({"q_len": 4096, "kv_len": 4096, "kv_heads": 4}, causal, (3, 80, True, 4, 4)),
-        ({"q_len": 8192, "kv_len": 8192, "kv_heads": 4}, causal, (3, 80, True, 16, 1)),
+        ({"q_len": 8192, "kv_len": 8192, "kv_heads": 4}, causal, (3, 80, True, 4, 4)),
         ({"batch": 32, "q_len": 512, "kv_len": 512, "kv_heads": 4}, {}, (3, 64, True, 16, 4)),
         ({"batch": 4}, {}, (2, 128, False, 1, 1)), ({"kv_len": 1023}, {}, (2, 128, False, 1, 1)),
         ({}, {"window": (None, 0)}, (2, 128, True, 16, 1)),
@@ -128,6 +128,58 @@ def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
         found = (made.consumers, made.block_kv, made.dynamic, made.l2_heads, made.packed_heads)
         assert found == expected, (change, of_problem)
         assert made.shared_bytes <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("dim", "window", "change", "expected"),
+    [
+        (64, 0, {}, (2, 2, 64, 4)),
+        (64, None, {}, (3, 1, 128, 4)),
+        (64, None, {"kv_len": 256}, (2, 2, 64, 1)),
+        (64, None, {"batch": 2}, (2, 2, 64, 1)),
+        (64, 0, {"kv_len": 2048}, (3, 1, 128, 4)),
+        (64, 0, {"kv_heads": 6, "q_heads": 18}, (2, 2, 64, 1)),
+        (80, None, {}, (3, 1, 112, 4)),
+        (96, 0, {}, (3, 1, 96, 4)),
+        (96, 0, {"batch": 2}, (2, 1, 128, 1)),
+        (128, 0, {"q_len": 512, "kv_len": 512, "batch": 32}, (3, 1, 80, 4)),
+        (128, 0, {"batch": 2}, (2, 1, 128, 1)),
+        (128, 0, {"batch": 2, "q_len": 337, "kv_len": 337}, (2, 1, 128, 4)),
+        (256, 0, {}, (2, 1, 80, 4)),
+        (256, None, {"q_len": 1600, "kv_len": 1600}, (2, 1, 80, 4)),
+        (256, None, {"q_len": 4096, "kv_len": 4096}, (2, 1, 80, 1)),
+    ],
+)
+def test_units_have_all_heads_of_a_group(dim, window, change, expected):
+    """In many rounds of plain calls, full ones where units are fewer or keys 512 to 1535.
+
+    Those have three warpgroups, but for causal ones up to head dim 64, and heads above 128.
+    """
+    of_dim = replace_dims(dim, dim)
+    shapes = dataclasses.replace(of_dim, batch=16, q_len=1024, kv_len=1024, q_heads=16, kv_heads=4)
+    shapes = dataclasses.replace(shapes, **change)
+    made = plan("forward", dataclasses.replace(PLAIN, window=(None, window)), shapes)
+    tiling = made.tiling
+    assert (tiling.consumers, tiling.teams, tiling.block_kv, tiling.packed_heads) == expected
+    assert tiling.shared_bytes <= H200.shared_bytes
+    for other in ({"softcap": 5.0}, {"window": (70, 0)}, {"terms": ("sinks",)}):
+        beside = dataclasses.replace(PLAIN, **other)
+        assert plan("forward", beside, shapes).tiling.packed_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "keys", "expected"),
+    [
+        (96, 92, (96, 3, 2, False)), (128, 77, (80, 3, 2, False)), (128, 100, (112, 3, 1, True)),
+        (144, 90, (96, 2, 1, True)), (128, 300, (80, 3, 1, True)), (256, 512, (64, 2, 1, True)),
+    ],
+)  # fmt: skip
+def test_few_keys_have_blocks_of_their_own(dim, keys, expected):
+    """One block of up to 96 keys has no turns, and two buffers of Q up to head dim 128."""
+    shapes = dataclasses.replace(replace_dims(dim, dim), batch=32, q_len=1024, kv_len=keys)
+    made = plan("forward", PLAIN, shapes).tiling
+    assert (made.block_kv, made.stages, made.query_stages, made.ping_pong) == expected
+    assert made.shared_bytes <= H200.shared_bytes
 
 
 @pytest.mark.parametrize(("dim", "heads", "of_one"), [(128, 16, 2), (64, 32, 4)])

@@ -56,11 +56,30 @@ def test_units_of_grouped_heads_are_many(window, deterministic, heads, batch, le
     ],
 )
 def test_units_of_wide_heads_fill_the_multiprocessors(batch, length, group, dim, unit_heads):
+    assert_wide(None, batch, length, group, dim, unit_heads)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "group", "dim", "unit_heads"),
+    [
+        (2, 4096, 2, 200, 1),  # 128 units of both heads, the longest of which take all the time
+        (1, 2048, 8, 256, 1),
+        (8, 1024, 4, 192, 2),  # no faster of one
+        (8, 4096, 4, 256, 0),  # 512 units of all heads even out
+        (1, 6382, 24, 184, 2),  # the last of units of eight would take a fifth of the time
+    ],
+)
+def test_causal_units_of_wide_heads_even_out(batch, length, group, dim, unit_heads):
+    """They are half as long as the longest in the mean."""
+    assert_wide(0, batch, length, group, dim, unit_heads)
+
+
+def assert_wide(right, batch, length, group, dim, unit_heads):
     shapes = dataclasses.replace(
         replace_dims(dim, dim), batch=batch, q_len=length, kv_len=length, q_heads=group, kv_heads=1
     )
     for deterministic in (False, True):
-        problem = dataclasses.replace(PLAIN, deterministic=deterministic)
+        problem = dataclasses.replace(PLAIN, window=(None, right), deterministic=deterministic)
         tiling = tiling_of(problem, shapes)
         assert tiling.wide
         assert tiling.unit_heads == (0 if deterministic else unit_heads)

@@ -322,18 +322,20 @@ class _Backward:
         sizes = (self.shapes.batch, self.shapes.q_heads)
         if not all(isinstance(size, int) for size in sizes) or self.adds_rows or self.dbias_heads:
             return 0
-        if group * self._steps < _UNIT_STEPS:
-            idle = self._units(group) < multiprocessors(self.gpu)
-            alone = self.wide or problem.deterministic or self.in_order
-            splits = self.splits and idle and not alone
-            return self._heads_of_rounds(128, _UNIT_ENDS) if splits else 0
+        alone = problem.deterministic or self.in_order
+        block_kv = 64 if self.wide else 128
         if self.wide:
             # 76, 36 and 32 bytes would be spilled.
             spills = problem.score is not None or problem.softcap is not None
             narrow = boxes(self.shapes.head_dim) == 3 and boxes(self.shapes.value_dim) < 3
-            spills |= self.pairs and narrow
-            alone = problem.deterministic or self.in_order
-            return 0 if alone or spills else self._heads_of_rounds(64)
+            alone |= spills or (self.pairs and narrow)
+        if group * self._steps < _UNIT_STEPS:
+            idle = self._units(group, block_kv) < multiprocessors(self.gpu)
+            # Short wide ones took 0.76 to 1.3 times as long in two runs.
+            splits = self.splits and idle and not (alone or self.wide)
+            return self._heads_of_rounds(block_kv, max(self._steps, 1)) if splits else 0
+        if self.wide:
+            return 0 if alone else self._heads_of_rounds(block_kv, _WIDE_ENDS)
         holds_draws = self.drops and self.reads_ahead  # of one head
         if problem.deterministic and is_plain_window(problem) and not holds_draws:
             # Their turns take what L2 gives, and a unit of more heads trails the one before by less
@@ -408,22 +410,30 @@ class _Backward:
         least = _SHARED_STEPS_OF_ODD if may_begin_early else _SHARED_STEPS
         return 2 * units <= multiprocessors(self.gpu) and self._steps >= least
 
-    def _heads_of_rounds(self, block_kv: int, ends: int = 0) -> int:
-        """The most heads of a unit with which units fill the multiprocessors in the fewest rounds.
+    def _heads_of_rounds(self, block_kv: int, ends: int) -> int:
+        """Heads of a unit with which units take the fewest steps; 0, all, where that spares little.
 
-        `ends`: heads in whose time a unit begins and ends. 0, all, where that spares little: of
-        fewer heads units add to dk and dv.
+        `ends`: steps in whose time a unit of fewer heads adds to dk and dv. Causal units even out,
+        but for a quarter of the longest: 2 rows of 4096, 2/1 heads of 200 1.5 times as fast with
+        units of one head, 24/1 heads of 184 at T 6382 0.8 times with eight, as with two of one
+        (H200).
         """
-        shapes, group = self.shapes, group_size(self.shapes)
-        pieces = shapes.batch * shapes.q_heads * blocks(known(shapes.kv_len, 4096), block_kv)
-        sms = multiprocessors(self.gpu)
-        taken = {
-            heads: (heads + ends) * -(-pieces // heads // sms)
-            for heads in range(group, 0, -1)
-            if group % heads == 0
-        }
-        best = min(taken, key=lambda heads: taken[heads])  # of equal ones the first, of most heads
-        return 0 if best == group or taken[best] > _FEWER_ROUNDS * taken[group] else best
+        group, sms = group_size(self.shapes), multiprocessors(self.gpu)
+        row = blocks(known(self.shapes.kv_len, 4096), block_kv)
+        steps = blocks(known(self.shapes.q_len, 4096), 64)
+        uneven = self.problem.window == (None, 0) and row > 1
+
+        def taken(heads: int) -> float:
+            units, end = self._units(heads, block_kv), ends if heads < group else 1
+            longest = heads * steps + end
+            if units <= sms or not uneven:
+                return longest * -(-units // sms)
+            mean = heads * steps * (row + 1) / (2 * row) + end
+            return max(longest, units * mean / sms + longest / 4)
+
+        # The first of equal ones, of most heads.
+        best = min((x for x in range(group, 0, -1) if group % x == 0), key=taken)
+        return 0 if best == group or taken(best) > _FEWER_STEPS * taken(group) else best
 
     def _grown(self, heads: int, grows: Callable[[int], bool]) -> int:
         """Doubles heads while a condition holds and they divide the group; 0: all of it."""
@@ -432,9 +442,9 @@ class _Backward:
             heads *= 2
         return 0 if heads == group else heads
 
-    def _units(self, heads: int) -> int:
+    def _units(self, heads: int, block_kv: int = 128) -> int:
         shapes = self.shapes
-        return shapes.batch * shapes.q_heads // heads * blocks(known(shapes.kv_len, 4096), 128)
+        return shapes.batch * shapes.q_heads // heads * blocks(known(shapes.kv_len, 4096), block_kv)
 
     def _fill_rounds(self, heads: int) -> bool:
         """Units of so many heads leave a tenth of the multiprocessors' time at most.
@@ -536,10 +546,10 @@ _TURNS = {
     True: {64: (1024, 15), 128: (1024, 7), 256: (2048, 7)},
 }
 _TURNS_SHORTEST = 512
-_FEWER_ROUNDS = 0.8  # of the rounds of units of all heads, at most
+_FEWER_STEPS = 0.85  # of the steps of units of all heads, at most
 # Steps of a unit that CTAs share: T 1024 and more were timed, where 8 divides the dims.
 _SHARED_STEPS, _SHARED_STEPS_OF_ODD = 16, 32
-_UNIT_ENDS = 1  # of a short unit, as long as one head of it: assumed
+_WIDE_ENDS = 6  # steps; ends of other short units are as long as one head: both assumed
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
 
 

@@ -168,10 +168,15 @@ class _Forward:
     def is_short(self) -> bool:
         """Units of few blocks: two teams hide each other's ends.
 
-        3 to 13 % at T 512, 2 to 3 % at T 2048.
+        3 to 13 % at T 512, 2 to 3 % at T 2048. Units of a group in many rounds (H200, d64): causal
+        T 1024 1 to 3 % over three warpgroups, T 2048 0 to -2, full T 512 and 1024 -2 to -4.
         """
         lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
-        short = self.is_plain and max(lengths) <= 2048 and self.packed_heads == 1
+        longest = 2048
+        many = self.packed_heads > 1 and self.has_many_rounds
+        if many and self.widest <= 64 and min(lengths) >= 512:
+            longest = _LONG - 1 if self.is_uneven else 0
+        short = self.is_plain and max(lengths) <= longest and not self.packs_few
         # Copies of float32 were not timed.
         return short and not self.problem.split and not self.spills(TWO_TEAMS)
 
@@ -201,13 +206,11 @@ class _Forward:
         2 % slower. Fewer rounds were not timed.
         """
         queries, keys = known(self.shapes.q_len, 0), known(self.shapes.kv_len, 0)
-        few, most, units = min(queries, keys), max(queries, keys), self.units_of(192) or 0
-        many = units >= 10 * multiprocessors(self.gpu)
-        alone = self.is_plain and not (self.is_uneven or self.problem.split or self.halves)
+        few, most = min(queries, keys), max(queries, keys)
         filled = 12 * queries >= 11 * 192 * -(-queries // 192)
         middle = 1024 <= few <= most < _LONG or (704 <= few <= most < 1024 and filled)
-        square = self.shapes.head_dim == self.shapes.value_dim == 128
-        return middle and many and alone and square and not self.spills(THREE_WIDE)
+        alone = self.is_plain_16 and self.is_square_128 and not self.is_uneven
+        return middle and self.has_many_rounds and alone and not self.spills(THREE_WIDE)
 
     @property
     def holds_queries(self) -> bool:
@@ -216,10 +219,9 @@ class _Forward:
         T 1024: causal 1 to 3 %, full 1 %. T 512: -1 to 2 %, full -1 % (H100). Where a scale
         is below 0, 12 bytes were spilled: float16, causal at the bottom right (NVRTC 13.0).
         """
-        square = self.shapes.head_dim == self.shapes.value_dim == 128
         alone = self.is_plain and self.packed_heads == 1 and self.tma_loads and not self.halves
         long = known(self.shapes.kv_len, 4096) > 512
-        return square and alone and long and self.problem.scale > 0
+        return self.is_square_128 and alone and long and self.problem.scale > 0
 
     @property
     def is_tile(self) -> bool:
@@ -273,71 +275,74 @@ class _Forward:
         group = group_size(self.shapes)
         if own_rows or group not in _PACKED:
             return 1
-        few = known(self.shapes.q_len, 4096) < 128
-        return group if few or self.packs_rows(group) else 1
+        return group if self.has_few_queries or self.packs_rows(group) else 1
+
+    @property
+    def has_few_queries(self) -> bool:
+        return known(self.shapes.q_len, 4096) < 128
+
+    @property
+    def packs_few(self) -> bool:
+        return self.packed_heads > 1 and self.has_few_queries
 
     def packs_rows(self, group: int) -> bool:
-        """Units of all heads of a group walk a tenth fewer blocks of keys than those of one.
+        """Units of all heads of a group are no more than those of one, and closer to the diagonal.
 
-        Their rows are fewer past the end, and closer to the diagonal: T 337, 32/2 heads of 128,
-        causal, is 1.15 times as fast (H200). Longer calls and narrower heads were not timed.
+        A head's last one has few rows, and takes nearly as long as a whole one. H200, 16k tokens,
+        32/8 heads: d64 1 to 14 %, T 200 causal 19, d80 to d112 4 to 17, d192 and d256 causal 1 to
+        7, full where they are fewer 1 to 3, at T 4096 -1, d128 causal 2 to 18, full where they are
+        fewer 3 to 8, at T 1536 -2 to 0. Fewer than 10 rounds: -4 to 1 %, T 337 15.
         """
         queries, keys = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
-        if self.is_three_grouped:
-            return True
-        if self.is_plain_128 and (self.is_three_middle or self.is_three_wide):
-            return self.fills_units(group)
-        if not self.is_plain or self.widest <= 64 or queries > 1024 or queries != keys:
+        if not self.is_plain_16:
             return False
-        if self.problem.split or not self.tma_loads:
-            return False
+        if self.has_many_rounds:
+            of_192 = self.is_three_middle or self.is_three_wide
+            rows = 192 if of_192 else 128
+            fewer = -(-group * queries // rows) <= 0.98 * group * -(-queries // rows)
+            middle = 512 <= keys < (_LONG if self.widest > 64 else keys + 1) and not of_192
+            return self.is_uneven or fewer or middle
 
         def walked(rows: int) -> int:
             ends = (min(keys, first + rows) for first in range(0, queries, rows))
-            causal = self.problem.window[1] is not None
-            return sum(-(-(end if causal else keys) // 128) for end in ends)
+            return sum(-(-(end if self.is_uneven else keys) // 128) for end in ends)
 
-        return walked(128 // group) <= 0.9 * group * walked(128)
-
-    def fills_units(self, group: int) -> bool:
-        """Units of 192 rows of all heads of a group are fewer, or closer to the diagonal.
-
-        A head's last one has few rows, and takes nearly as long as a whole one. H200, full: T 1024
-        3 to 8 %, T 2048 and 4096 3 %, T 1536, without fewer, -2 to 0; causal: T 2048 7 %, T 4096 2
-        to 5 %. Longer causal calls were not timed.
-        """
-        queries, keys = known(self.shapes.q_len, 8192), known(self.shapes.kv_len, 8192)
-        if self.problem.window[1] is not None:
-            return queries == keys <= 4096
-        return -(-group * queries // 192) <= 0.98 * group * -(-queries // 192)
+        timed = self.widest > 64 and queries == keys <= 1024
+        return timed and walked(128 // group) <= 0.9 * group * walked(128)
 
     @property
     def is_three_grouped(self) -> bool:
         """Units of 192 rows of all heads of a group, of calls that have two warpgroups without.
 
-        H200, 32/8 heads: causal T 1024 8 %, full T 512 7, T 640 5 %. Fewer rounds, other causal
-        lengths below 1024 and heads other than 128 were not timed.
+        H200, 32/8 heads: d128 causal T 512 to 1024 8 to 18 %, full T 512 7, T 640 5; d96 T 512 to
+        1024 5 to 17. Fewer rounds were not timed.
         """
-        queries, keys = known(self.shapes.q_len, 0), known(self.shapes.kv_len, 0)
-        causal = self.problem.window[1] is not None
-        least, end = (1024, _LONG) if causal else (512, 704)
-        timed = least <= min(queries, keys) <= max(queries, keys) < end
-        timed = timed and (queries == keys or not causal)
-        many = (self.units_of(192) or 0) >= 10 * multiprocessors(self.gpu)
-        group = group_size(self.shapes) in _PACKED
-        return timed and many and group and self.is_plain_128 and not self.spills(THREE_WIDE)
+        lengths = known(self.shapes.q_len, 0), known(self.shapes.kv_len, 0)
+        timed = 512 <= min(lengths) <= max(lengths) < _LONG and group_size(self.shapes) in _PACKED
+        timed = timed and 64 < self.widest == self.shapes.head_dim == self.shapes.value_dim <= 128
+        timed = timed and self.is_plain_16 and self.has_many_rounds
+        return timed and not self.spills(THREE_WIDE)
 
     @property
-    def is_plain_128(self) -> bool:
-        square = self.shapes.head_dim == self.shapes.value_dim == 128
-        apart = self.problem.split or self.halves
-        return square and self.is_plain and self.tma_loads and not apart
+    def is_middle(self) -> bool:
+        return self.is_three_middle or (self.is_three_grouped and self.block_kv == 80)
+
+    @property
+    def has_many_rounds(self) -> bool:
+        return (self.units_of(192) or 0) >= 10 * multiprocessors(self.gpu)
+
+    @property
+    def is_square_128(self) -> bool:
+        return self.shapes.head_dim == self.shapes.value_dim == 128
+
+    @property
+    def is_plain_16(self) -> bool:
+        return self.is_plain and self.tma_loads and not (self.problem.split or self.halves)
 
     @property
     def l2_heads(self) -> int:
-        full = self.problem.window[1] is None
         # Groups by 24 or 128: T 1024 1 to 9 % slower.
-        if self.is_three_middle or (self.is_three_grouped and full):
+        if (self.is_three_middle or self.is_three_grouped) and not self.is_uneven:
             few = 22 if known(self.shapes.kv_len, 0) >= 1024 else 44
             return few if group_size(self.shapes) == 1 else 64 // self.packed_heads
         # Heads together even out units of unequal length; more of short sequences: 3 to 8 % slower.
@@ -404,7 +409,7 @@ class _Forward:
         beside = {*self.problem.terms} - {"sinks", "score_ids"}
         alone = not (beside or self.is_capped or self.has_left)
         fits = score is None or (alone and not emit.has_remainders(score))
-        return self.widest <= 64 and self.packed_heads == 1 and timed and fits and not apart
+        return self.widest <= 64 and not self.packs_few and timed and fits and not apart
 
     @property
     def tests_few(self) -> bool:
@@ -466,7 +471,8 @@ class _Forward:
 
     @property
     def block_kv(self) -> int:
-        if self.is_three_wide:  # with its columns of the result a row has registers for no more
+        if self.is_three_wide or self.is_three_grouped:
+            # With its columns of the result a row has registers for no more.
             columns = self.shapes.value_dim
             return 112 if columns <= 80 else 96 if columns <= 96 else 80
         if self.widest <= 128:
@@ -497,6 +503,21 @@ class _Forward:
         rows = (self.gpu.shared_bytes - 2048) // 128 - 128 * queries
         return rows // (2 * (queries + values)) // 16 * 16
 
+    @property
+    def has_one_block(self) -> bool:
+        """A unit has one block of up to 96 keys: nothing to take turns for, and room for two Q.
+
+        H200, in turns: T 92, 3 heads of 96, causal 1 to 5 %, S 77, 16 of 128 6, S 64, 16 of 96 3, T
+        80, 8 of 128, causal 10. Fewer than 10 rounds -2 to -5, blocks of 128 in two stages -2 %.
+        """
+        few = known(self.shapes.kv_len, 4096) <= self.block_kv <= 96
+        return few and self.is_plain and self.has_many_rounds and self._chooses_block
+
+    @property
+    def _chooses_block(self) -> bool:
+        few = known(self.shapes.kv_len, 4096) <= 512 and self.widest > 64
+        return few and self.is_light and self.tma_loads
+
     def _block_of_few(self, most: int) -> int:
         """Keys of a block of up to so many: of up to 512 keys those with the fewest past the end.
 
@@ -504,7 +525,7 @@ class _Forward:
         heads of 224: 80 for 112 keys are 1.24 times as fast.
         """
         keys = known(self.shapes.kv_len, 4096)
-        if keys > 512 or self.widest <= 64 or not (self.is_light and self.tma_loads):
+        if not self._chooses_block:
             return most
         sizes = {min(most, max(32, -(-keys // 16) * 16)), *range(64, most + 1, 16)}
         return min(sizes, key=lambda size: (-(-keys // size) * (size + 8), -size))
@@ -525,7 +546,6 @@ _OF_TEAMS = {"block_kv": 64, "teams": 2, "stages": 5, "query_stages": 2, "ping_p
 _OF_NARROW = {**_OF_TEAMS, "stages": 2}
 _OF_TILES = {**_OF_TEAMS, "consumers": 1, "teams": 3, "stages": 2, "batches_together": False}
 _OF_MIDDLE = {**_OF_THREE, "block_kv": 80, "stages": 3, "dynamic": True}
-_OF_MIDDLE_64 = {**_OF_THREE_64, "dynamic": True}
 _FORWARD = (
     # float32 in halves: a tile has two planes.
     _row(lambda x: x.halves and x.widest <= 64, producer_registers=24, **_OF_THREE_64),
@@ -561,14 +581,18 @@ _FORWARD = (
     _row(lambda x: x.tests_few, spills=THREE_HIDE, drains_to_hide=True, **_OF_THREE),
     _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
-    _row(lambda x: x.is_three_middle and x.shapes.kv_len < 1024, **_OF_MIDDLE_64),
-    _row(lambda x: x.is_three_middle, **_OF_MIDDLE),
-    _row(lambda x: x.is_three_grouped and x.shapes.kv_len < 1024, **_OF_MIDDLE_64),
-    _row(lambda x: x.is_three_grouped, **_OF_MIDDLE),
+    _row(
+        lambda x: x.is_middle and not x.is_uneven and x.shapes.kv_len < 1024,
+        dynamic=True,
+        **_OF_THREE_64,
+    ),
+    _row(lambda x: x.is_middle, **_OF_MIDDLE),
+    _row(lambda x: x.is_three_grouped, consumers=3, stages=3, ping_pong=False, dynamic=True),
     _row(lambda x: x.is_three_wide and x.block_kv == 80, consumers=3, stages=4, ping_pong=False),
     _row(lambda x: x.is_three_wide, consumers=3, stages=3, ping_pong=False),
     # 3 to 11 % by the producer's registers.
     _row(lambda x: x.widest <= 128 and x.is_layout, stages=3, producer_registers=40),
+    _row(lambda x: x.widest <= 128 and x.has_one_block, stages=3, query_stages=2, ping_pong=False),
     _row(lambda x: x.holds_queries, stages=3, holds_queries=True),
     _row(lambda x: x.widest <= 128, stages=3),
     _row(lambda x: True),
