@@ -22,12 +22,53 @@ __device__ __forceinline__ Place place_after(const Place& first, int offset) {
   return {first.index + offset, first.real, first.offset + static_cast<float>(offset)};
 }
 
+// Two columns of a fragment side by side, in blocks of kBlock of them.
+template <int kBlock>
+struct PairedPlace : Place {
+  int first, pair;  // of the thread's columns, and how many pairs of it are before
+  bool is_second;
+};
+template <int kBlock>
+__device__ __forceinline__ PairedPlace<kBlock> column_after(const Place& first, int column) {
+  return {place_after(first, column), first.index, column / 2, column % 2 == 1};
+}
+template <class Value>
+struct PairOf;
+template <>
+struct PairOf<float> {
+  using Type = float2;
+};
+template <>
+struct PairOf<int> {
+  using Type = int2;
+};
+template <>
+struct PairOf<unsigned> {
+  using Type = uint2;
+};
+// The element at a place of those from `row` on, of which there are `count`, as many as there are
+// places (`length`) or more. A place that is none has any of them.
+template <class Value>
+__device__ __forceinline__ Value element_along(const Value* row, const Place& at, int, int count) {
+  return __ldg(row + min(at.index, count - 1));
+}
+template <class Value, int kBlock>
+__device__ __forceinline__ Value element_along(const Value* row, const PairedPlace<kBlock>& at,
+                                               int length, int count) {
+  using Pair = typename PairOf<Value>::Type;
+  const bool covers = count >= round_up(length, kBlock);  // the last block too
+  const Value* first = covers ? row + at.first : row + min(at.first + 2 * at.pair, count - 2);
+  const Pair both = __ldg(reinterpret_cast<const Pair*>(first) + (covers ? at.pair : 0));
+  return at.is_second ? both.y : both.x;
+}
+
 // A user's function of the scores of a batch row and head: what depends on these alone.
 template <class Params, bool kExists = kHasScoreFunction>
 struct ScoreFunction {  // none
   __device__ __forceinline__ void read(const Params&, int, int) {}
-  __device__ __forceinline__ float value(const Params&, float score, const Place&,
-                                         const Place&) const {
+  template <class Query, class Key>
+  __device__ __forceinline__ float value(const Params&, float score, const Query&,
+                                         const Key&) const {
     return score;
   }
 };
@@ -50,9 +91,35 @@ struct ScoreFunction<Params, true> {
     const int2 ids = score_ids(p, row, head);
     of = score_value_of_head(p, row, ids.x, ids.y);
   }
-  __device__ __forceinline__ float value(const Params& p, float score, const Place& query,
-                                         const Place& key) const {
-    return score_value(of, scaled_score(p, score), query, key);
+  template <class Query, class Key>
+  __device__ __forceinline__ float value(const Params&, float score, const Query& query,
+                                         const Key& key) const {
+    return score_value(of, of_query(query), score, query, key);
+  }
+  // What a query decides of it beside the head, for value_of().
+  template <class Query>
+  __device__ __forceinline__ auto of_query(const Query& query) const {
+    return score_value_of_query(of, query);
+  }
+  template <class OfQuery, class Query, class Key>
+  __device__ __forceinline__ float value_of(const OfQuery& row, float score, const Query& query,
+                                            const Key& key) const {
+    return score_value(of, row, score, query, key);
+  }
+};
+// What the two rows of a thread decide of a function, from block to block.
+template <class Params, bool kExists = kHasScoreFunction>
+struct FunctionOfRows {  // none
+  template <class QueryOf>
+  __device__ __forceinline__ void read(const ScoreFunction<Params>&, QueryOf) {}
+};
+template <class Params>
+struct FunctionOfRows<Params, true> {
+  decltype(score_value_of_query(ScoreFunction<Params>{}.of, Place{})) rows[2];
+  template <class QueryOf>
+  __device__ __forceinline__ void read(const ScoreFunction<Params>& function, QueryOf query_of) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) rows[row] = function.of_query(place(query_of(row)));
   }
 };
 // With its slope.
@@ -60,7 +127,8 @@ template <class Params, bool kExists = kHasScoreFunction>
 struct ScoreFunctionAndSlope {  // none
   static constexpr int kTogether = 0;
   __device__ __forceinline__ void read(const Params&, int, int) {}
-  __device__ __forceinline__ float value(const Params&, float score, const Place&, const Place&,
+  template <class Query, class Key>
+  __device__ __forceinline__ float value(const Params&, float score, const Query&, const Key&,
                                          float&) const {
     return score;
   }
@@ -73,9 +141,10 @@ struct ScoreFunctionAndSlope<Params, true> {
     const int2 ids = score_ids(p, row, head);
     of = score_value_and_slope_of_head(p, row, ids.x, ids.y);
   }
-  __device__ __forceinline__ float value(const Params& p, float score, const Place& query,
-                                         const Place& key, float& slope) const {
-    return score_value_and_slope(of, scaled_score(p, score), query, key, slope);
+  template <class Query, class Key>
+  __device__ __forceinline__ float value(const Params&, float score, const Query& query,
+                                         const Key& key, float& slope) const {
+    return score_value_and_slope(of, score, query, key, slope);
   }
 };
 // What a function with kScoreIsLine adds, log2 units, where all keys stand beyond its reach on one
@@ -152,11 +221,12 @@ struct FunctionOfScores<0, kCount> {
   }
 };
 
-// Scores x of a fragment whose rows are queries, with the bias if there is one, become y. The
+// Scores x of a fragment whose rows are queries, with the bias if there is one, become y; row_of gives
+// what one of the thread's rows decides. The
 // function is a copy: what a called one is given lies in local memory, with all that it is a part
 // of.
-template <class Params, class QueryOf, int kCount>
-__device__ __forceinline__ void apply_function(const Params& p, ScoreFunction<Params> function,
+template <class Params, class RowOf, class QueryOf, int kCount>
+__device__ __forceinline__ void apply_function(ScoreFunction<Params> function, const RowOf& row_of,
                                                QueryOf query_of, int first_key,
                                                float (&scores)[kCount]) {
   const Place key = place(first_key + fragment::first_column(threadIdx.x));
@@ -166,9 +236,12 @@ __device__ __forceinline__ void apply_function(const Params& p, ScoreFunction<Pa
   const Place queries[2] = {first, kScoreReach > 0 && !kHasDropout
                                        ? place_after(first, fragment::kRowStep)
                                        : place(query_of(1))};
+  const auto first_row = row_of(queries[0], 0), second_row = row_of(queries[1], 1);
   const auto apply = [&](float score, int i, float&) {
-    return function.value(p, score, fragment::row(i) == 0 ? queries[0] : queries[1],
-                          place_after(key, fragment::column(i)));
+    const bool is_first = fragment::row(i) == 0;
+    return function.value_of(is_first ? first_row : second_row, score,
+                          is_first ? queries[0] : queries[1],
+                          column_after<2 * kCount>(key, fragment::column(i)));
   };
   FunctionOfScores<ScoreFunction<Params>::kTogether, kCount> made;
   made.begin(scores, apply);

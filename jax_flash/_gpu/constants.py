@@ -84,6 +84,8 @@ def functions(call: Call, shapes: Shapes) -> str:
         rows=shapes.own_captures,
         small=are_small(shapes),
         exact=is_highest(call.problem),
+        scales=True,
+        lengths=tuple(x if isinstance(x, int) else 0 for x in (shapes.q_len, shapes.kv_len)),
     )
     text = define("score_value")
     if (lines := call.problem.lines) is not None:

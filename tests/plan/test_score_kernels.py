@@ -52,7 +52,7 @@ def test_explain_has_the_text_and_prints_what_matters(uncompiled):
     q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
     made = jax_flash.explain(q, q, q, score_mod=scores.alibi(TABLE[:, 0]), gpu="H200")
     assert made.backend == "cuda"
-    assert "score_value(const ScoreValueOfHead& of, float score, const Place& query" in made.source
+    assert "float product, const Query& query, const Key& key)" in made.source
     assert "score_value_and_slope" in made.source
     assert "lines of CUDA: explanation.source" in str(made)
     assert "score_value(" not in str(made)

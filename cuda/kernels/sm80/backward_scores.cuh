@@ -168,7 +168,7 @@ struct Fragment {
     const Place keys[2] = {place(key), place(key + fragment::kRowStep)};
     const auto apply = [&](float score, int i, float& slope) {
       if constexpr (!kHasScoreFunction) return score;
-      return function.value(p, score, place_after(query, fragment::column(i)),
+      return function.value(p, score, column_after<kQueries>(query, fragment::column(i)),
                             fragment::row(i) == 0 ? keys[0] : keys[1], slope);
     };
     FunctionOfScores<decltype(function)::kTogether, kScores> made;

@@ -139,7 +139,8 @@ struct Rows : RowResults {
             [&](int i, float bias) { scores[tile][i] = with_bias(p, scores[tile][i], bias); });
       }
       if constexpr (kHasScoreFunction) {
-        apply_function(p, function, query, first_key, scores[tile]);
+        const auto row_of = [&](const ::Place& at, int) { return function.of_query(at); };
+        apply_function(function, row_of, query, first_key, scores[tile]);
       }
       score_function<kPreScale>(p, scores[tile]);
     }

@@ -111,7 +111,7 @@ struct FunctionOfKeys {
   }
   __device__ __forceinline__ float apply(const BackwardParams& p, float score, int i,
                                          float& slope) const {
-    return function.value(p, score, place_after(query, fragment::column(i)),
+    return function.value(p, score, column_after<kQueries>(query, fragment::column(i)),
                           fragment::row(i) == 0 ? keys[0] : keys[1], slope);
   }
 };

@@ -12,10 +12,12 @@ namespace forward {
 struct WarpgroupState : RowWalk,
                         BiasReader<kBiasBeside>,
                         ScoreFunction<ForwardParams>,
+                        FunctionOfRows<ForwardParams>,
                         BlockLine<kTakesLine>,
                         UnitDraws<kHoldsDraws>,
                         UnitBits<RowBits, kHoldsBits> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
+  using UnitRows = FunctionOfRows<ForwardParams>;     // likewise
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   using Drawing = UnitDraws<kHoldsDraws>;             // likewise
   using BitsOfMask = UnitBits<RowBits, kHoldsBits>;   // likewise
@@ -212,6 +214,7 @@ struct WarpgroupProducts : WarpgroupState {
     if constexpr (kHasScoreFunction) {
       if (is_first) {
         UnitFunction::read(p, unit().batch, unit().head);
+        UnitRows::read(*this, [&](int row) { return packed_row(unit(), row); });
         UnitLine::begin_line(p, unit().batch, unit().head, packed_row(unit(), 0));
         fetch_line(next);
       }
@@ -309,7 +312,8 @@ struct Warpgroup : WarpgroupProducts {
       }
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
-      apply_function<ForwardParams>(p, *this, query_of, block * kBlockKV, scores);
+      const auto row_of = [&](const Place&, int row) { return UnitRows::rows[row]; };
+      apply_function<ForwardParams>(*this, row_of, query_of, block * kBlockKV, scores);
     }
   }
   __device__ __forceinline__ void add_bias(Scores& scores) {

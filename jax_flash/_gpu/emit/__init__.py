@@ -27,6 +27,7 @@ from jax_flash._function import Function
 from jax_flash._gpu.emit import costs
 from jax_flash._gpu.emit.arrays import Writer
 from jax_flash._gpu.emit.scalars import INEXACT, Line, words
+from jax_flash._gpu.emit.scale import SCALE, decided_by, scale_scores
 from jax_flash._gpu.emit.values import (
     HIGH,
     SMALL,
@@ -222,6 +223,8 @@ def define(
     rows: Sequence[bool] | None = None,
     small: bool = False,
     exact: bool = False,
+    scales: bool = False,
+    lengths: tuple[int, int] = (0, 0),
 ) -> str:
     """Writes a function `name` of (of, *arguments), and what makes `of`.
 
@@ -238,12 +241,16 @@ def define(
       rows: which captured arrays differ between batch rows.
       small: queries and keys are less than SMALL.
       exact: quotients are rounded as float32's are, and functions as CUDA's.
+      scales: it is given `product`, which times the scale of the parameters p is the score.
+      lengths: how many queries and keys there are; 0: not known.
     """
     rows = (False,) * len(function.captures) if rows is None else tuple(rows)
-    lines, value = _body(function, with_slope, rows, small, exact)
+    lines, value = _body(function, with_slope, rows, small, exact, scales, lengths)
     types = [type_of(aval.dtype) for aval in function.program.inputs]
     arguments = [
-        f"const Place& {x}" if x in _PLACES else f"{t} {x}"
+        f"const {x.capitalize()}& {x}"
+        if x in _PLACES
+        else f"{t} {'product' if scales and x == 'score' else x}"
         for t, x in zip(types, function.arguments, strict=False)
         if x not in _OF_HEAD
     ]
@@ -255,21 +262,38 @@ def define(
     names = ", ".join(x.name for x in kept)
     opened = [f"const auto& [{names}] = of;"] if kept else []
     length = costs.count(each)
+    row_kind = kind.replace("OfHead", "OfQuery")
     short = costs.WRITTEN_OUT_WITH_SLOPE if with_slope else costs.WRITTEN_OUT
     shared = costs.count_shared(each)
     together = 0 if shared <= short else 4 if length <= costs.LOOPED else 1
     qualifiers = _CALLED if together == 1 else _INLINED
     if together == 1:
         each = [dataclasses.replace(x, text=_call_heavy(x.text)) for x in each]
+    of_row: list[Line] = []
+    held: list[Line] = []
+    if scales and together == 0 and not with_slope:
+        of_row, held, each = _split_rows(each, value)
+    row_names = ", ".join(x.name for x in held)
     members = [f"static constexpr int kTogether = {together};"]
     members += [f"{x.kind} {x.name};" for x in kept]
+    rows_text, row = "", ""
+    if scales and not with_slope:
+        row = f"const {row_kind}& of_query, "
+        rows_text = (
+            f"struct {row_kind} {{\n{_indented([f'{x.kind} {x.name};' for x in held])}}};\n"
+            f"template <class Query>\n{qualifiers} {row_kind} {name}_of_query("
+            f"const {kind}& of, const Query& query) {{\n"
+            f"{_indented([*(opened if held else []), *(x.explained for x in of_row)])}"
+            f"  return {{{row_names}}};\n}}\n"
+        )
+        opened = opened + ([f"const auto& [{row_names}] = of_query;"] if held else [])
     return (
         f"struct {kind} {{\n{_indented(members)}}};\n"
         f"template <class Params>\n"
         f"{inlined(once)} {kind} {name}_of_head(const Params& p, int row, int batch, int head) {{\n"
         f"{_indented([*(x.explained for x in once), f'return {{{names}}};'])}}}\n"
-        f"template <class Place>\n"
-        f"{qualifiers} {result} {name}(const {kind}& of, {', '.join(arguments)}) {{\n"
+        f"{rows_text}template <class Query, class Key>\n"
+        f"{qualifiers} {result} {name}(const {kind}& of, {row}{', '.join(arguments)}) {{\n"
         f"{_indented([*opened, *(x.explained for x in each), f'return {value};'])}}}\n"
     )
 
@@ -296,7 +320,7 @@ _IDS = tuple(Line("int", name, "") for name in _OF_HEAD)
 def _split(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
     """Parts lines that depend on the batch row and the head alone from the others."""
     once, each = [], []
-    own = {"score", "slope", *_PLACES}
+    own = {"score", "product", "slope", *_PLACES}
     for line in lines:
         if line.name in own or not own.isdisjoint(words(line.text)):
             own.add(line.name)
@@ -306,9 +330,47 @@ def _split(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
     return once, each
 
 
+_MOST_HELD = 2  # numbers of a row that kernels keep from block to block: 4 registers
+_HELD = re.compile(r"__ldg|element_along|[a-z_0-9]{3,}f?\(| / ")  # is costly
+
+
+def _split_rows(
+    lines: Sequence[Line], value: str
+) -> tuple[list[Line], list[Line], list[Line]]:
+    """Parts what is computed once for a query: its lines, those that others read, the others."""
+    costly: set[str] = set()
+    for line in lines:
+        costs_much = _HELD.search(line.text.replace("__fmul_rn", "")) is not None
+        if decided_by(lines, line.text) == {"query"} and (
+            costs_much or not costly.isdisjoint(words(line.text))
+        ):
+            costly.add(line.name)
+    others = [x for x in lines if x.name not in costly]
+    read = words(value, *(x.text for x in others))
+    held = [x for x in lines if x.name in costly & read]
+    if not held or len(held) > _MOST_HELD:
+        return [], [], list(lines)
+    return _needed(lines, [x.name for x in held]), held, _needed(others, [value])
+
+
+def _needed(lines: Sequence[Line], results: Sequence[str]) -> list[Line]:
+    needed, kept = words(*results), []
+    for line in reversed(lines):
+        if line.name in needed:
+            needed |= words(line.text)
+            kept.insert(0, line)
+    return kept
+
+
 @functools.lru_cache(maxsize=256)
 def _body(
-    function: Function, with_slope: bool, rows: tuple[bool, ...], small: bool, exact: bool = True
+    function: Function,
+    with_slope: bool,
+    rows: tuple[bool, ...],
+    small: bool,
+    exact: bool = True,
+    scales: bool = False,
+    lengths: tuple[int, int] = (0, 0),
 ) -> tuple[tuple[Line, ...], str]:
     if len(function.captures) > MAX_CAPTURES:
         count = len(function.captures)
@@ -316,7 +378,7 @@ def _body(
     value_program = function.program.opened
     if with_slope:  # says what has no text before it is differentiated
         _body(function, False, rows, small)
-    writer = Writer()
+    writer = Writer({x: n for x, n in zip(_PLACES, lengths, strict=True) if n})
     inputs = _inputs(writer, function, rows, small)
     program = function.program.with_slope if with_slope else value_program
     results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
@@ -324,7 +386,11 @@ def _body(
     of_value = {line.name for line in writer.needed(results[:1], False)}
     if not exact:
         lines = _quickened(lines, of_value)
-    return tuple(_loosened(line, lines, of_value) for line in lines), results[0]
+    lines = tuple(_loosened(line, lines, of_value) for line in lines)
+    if scales:
+        sharp = of_value | {"score"} if exact else _sharp(lines, of_value)
+        lines = (SCALE, *scale_scores(lines, results, sharp))
+    return lines, results[0]
 
 
 def _quickened(lines: Sequence[Line], of_value: set[str]) -> tuple[Line, ...]:
@@ -333,10 +399,7 @@ def _quickened(lines: Sequence[Line], of_value: set[str]) -> tuple[Line, ...]:
     A quotient that is a whole number may be a little less, which a floor would make one less. The
     value has the same form with a slope beside it as without.
     """
-    sharp: set[str] = set()
-    for line in reversed([x for x in lines if x.name in of_value]):
-        sharp |= _deciding(line.text)
-        sharp |= words(line.text) if line.name in sharp else set()
+    sharp = _sharp(lines, of_value)
     each = {line.name for line in _split(lines)[1]}
 
     def quick(line: Line) -> Line:
@@ -347,6 +410,15 @@ def _quickened(lines: Sequence[Line], of_value: set[str]) -> tuple[Line, ...]:
         return dataclasses.replace(line, text=text)
 
     return tuple(map(quick, lines))
+
+
+def _sharp(lines: Sequence[Line], of_value: set[str]) -> set[str]:
+    """Lists the names that decide a step of the value."""
+    sharp: set[str] = set()
+    for line in reversed([x for x in lines if x.name in of_value]):
+        sharp |= _deciding(line.text)
+        sharp |= words(line.text) if line.name in sharp else set()
+    return sharp
 
 
 def _deciding(text: str) -> set[str]:

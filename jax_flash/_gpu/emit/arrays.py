@@ -20,6 +20,7 @@ from jax_flash._gpu.emit.values import (
     integer,
     of_number,
     only,
+    single,
     strides_of,
 )
 from jax_flash._program import Aval, Step
@@ -32,7 +33,15 @@ _REDUCTIONS = {
 
 
 class Writer(ScalarWriter):
-    """Lines of a function of scalars and arrays."""
+    """Lines of a function of scalars and arrays.
+
+    Arguments:
+      lengths: how many queries and keys there are, by place, where that is known.
+    """
+
+    def __init__(self, lengths: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self.lengths = lengths or {}
 
     def elements(self, x: Operand) -> np.ndarray:
         """Reads the elements of a view."""
@@ -43,6 +52,12 @@ class Writer(ScalarWriter):
                 f"it computes with {math.prod(x.shape)} elements of an array at once"
             )
         array = np.empty(x.shape, object)
+        if x.along is not None and x.dtype != "bool" and math.prod(x.shape) == 1:
+            place, dim, rest = x.along
+            row = f"a{x.capture}" if rest.number == 0 else f"a{x.capture} + {rest.text}"
+            text = f"element_along({row}, {place}, {self.lengths[place]}, {dim})"
+            array[...] = single(self.value(x.dtype, text))
+            return array
         for at in np.ndindex(x.shape):
             step = sum(i * stride for i, stride in zip(at, x.strides, strict=True))
             index = self.add(x.offset, integer(step), "+").text
@@ -92,11 +107,20 @@ class Writer(ScalarWriter):
                 for start, dim, size in zip(starts, x.shape, sizes, strict=True)
             ]
             return x[tuple(slice(i, i + size) for i, size in zip(at, sizes, strict=True))]
-        offset = x.offset
+        offset, along = x.offset, x.along
         for start, dim, size, stride in zip(starts, x.shape, sizes, x.strides, strict=True):
+            place = start.text.removesuffix(".index")
+            here = (along, stride, size, dim % 2) == (None, 1, 1, 0)
+            here = here and start.text == f"{place}.index" and dim >= self.lengths.get(place, dim + 1)
+            before = offset
             first = self.clamp(self.signed(start), 0, dim - size)
-            offset = self.add(offset, self.multiply(first, integer(stride)), "+")
-        return dataclasses.replace(x, offset=offset, shape=tuple(sizes))
+            step = self.multiply(first, integer(stride))
+            offset = self.add(offset, step, "+")
+            if here:
+                along = place, dim, before
+            elif along is not None:
+                along = *along[:2], self.add(along[2], step, "+")
+        return dataclasses.replace(x, offset=offset, shape=tuple(sizes), along=along)
 
     def gather(
         self, x: Operand, indices: Operand, params: Mapping[str, Any], aval: Aval

@@ -67,13 +67,18 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Elements of a captured array, not read yet: at offset + sum of index times stride."""
+    """Elements of a captured array, not read yet: at offset + sum of index times stride.
+
+    Of one that is read along the queries or keys, from an even element on, `along` says the place,
+    its dim, and what the offset is without it.
+    """
 
     capture: int
     dtype: str
     offset: Scalar
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    along: tuple[str, int, Scalar] | None = None
 
 
 Operand = np.ndarray | View  # the first of Scalar
