@@ -7,60 +7,7 @@
 #include "logit.cuh"
 #include "numbers.cuh"
 #include "ptx.cuh"
-
-// The index of a query or key; as a float it is real + offset, of which the offset is the constant
-// part of the elements of a fragment. What a function does not read is not computed.
-struct Place {
-  int index;
-  float real, offset;
-};
-__device__ __forceinline__ Place place(int index) {
-  return {index, static_cast<float>(index), 0.f};
-}
-// `offset` places after it.
-__device__ __forceinline__ Place place_after(const Place& first, int offset) {
-  return {first.index + offset, first.real, first.offset + static_cast<float>(offset)};
-}
-
-// Two columns of a fragment side by side, in blocks of kBlock of them.
-template <int kBlock>
-struct PairedPlace : Place {
-  int first, pair;  // of the thread's columns, and how many pairs of it are before
-  bool is_second;
-};
-template <int kBlock>
-__device__ __forceinline__ PairedPlace<kBlock> column_after(const Place& first, int column) {
-  return {place_after(first, column), first.index, column / 2, column % 2 == 1};
-}
-template <class Value>
-struct PairOf;
-template <>
-struct PairOf<float> {
-  using Type = float2;
-};
-template <>
-struct PairOf<int> {
-  using Type = int2;
-};
-template <>
-struct PairOf<unsigned> {
-  using Type = uint2;
-};
-// The element at a place of those from `row` on, of which there are `count`, as many as there are
-// places (`length`) or more. A place that is none has any of them.
-template <class Value>
-__device__ __forceinline__ Value element_along(const Value* row, const Place& at, int, int count) {
-  return __ldg(row + min(at.index, count - 1));
-}
-template <class Value, int kBlock>
-__device__ __forceinline__ Value element_along(const Value* row, const PairedPlace<kBlock>& at,
-                                               int length, int count) {
-  using Pair = typename PairOf<Value>::Type;
-  const bool covers = count >= round_up(length, kBlock);  // the last block too
-  const Value* first = covers ? row + at.first : row + min(at.first + 2 * at.pair, count - 2);
-  const Pair both = __ldg(reinterpret_cast<const Pair*>(first) + (covers ? at.pair : 0));
-  return at.is_second ? both.y : both.x;
-}
+#include "score_places.cuh"
 
 // A user's function of the scores of a batch row and head: what depends on these alone.
 template <class Params, bool kExists = kHasScoreFunction>
@@ -94,9 +41,10 @@ struct ScoreFunction<Params, true> {
   template <class Query, class Key>
   __device__ __forceinline__ float value(const Params&, float score, const Query& query,
                                          const Key& key) const {
-    return score_value(of, of_query(query), score, query, key);
+    const auto row = of_query(query);
+    return row.factor * value_of(row, score, query, key);
   }
-  // What a query decides of it beside the head, for value_of().
+  // What a query decides of it beside the head, for value_of(), which is without row.factor.
   template <class Query>
   __device__ __forceinline__ auto of_query(const Query& query) const {
     return score_value_of_query(of, query);
@@ -110,16 +58,34 @@ struct ScoreFunction<Params, true> {
 // What the two rows of a thread decide of a function, from block to block.
 template <class Params, bool kExists = kHasScoreFunction>
 struct FunctionOfRows {  // none
+  static constexpr bool kHasFactor = false;
   template <class QueryOf>
   __device__ __forceinline__ void read(const ScoreFunction<Params>&, QueryOf) {}
 };
 template <class Params>
 struct FunctionOfRows<Params, true> {
-  decltype(score_value_of_query(ScoreFunction<Params>{}.of, Place{})) rows[2];
+  using Row = decltype(score_value_of_query(ScoreFunction<Params>{}.of, Place{}));
+  static constexpr bool kHasFactor = Row::kHasFactor;
+  Row rows[2];
+  __device__ __forceinline__ float factor(int row) const {
+    return rows[Row::kFactorVaries ? row : 0].factor;
+  }
   template <class QueryOf>
   __device__ __forceinline__ void read(const ScoreFunction<Params>& function, QueryOf query_of) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) rows[row] = function.of_query(place(query_of(row)));
+  }
+};
+// Arrays that it reads along the keys of a block.
+template <class Params, int kBlock, bool kExists = kHasScoreFunction>
+struct FunctionOfColumns {  // none
+  static __device__ __forceinline__ void read(const ScoreFunction<Params>&, int) {}
+};
+template <class Params, int kBlock>
+struct FunctionOfColumns<Params, kBlock, true> {
+  ScoreValueColumns<kBlock> held;
+  __device__ __forceinline__ void read(const ScoreFunction<Params>& function, int first_key) {
+    held = score_value_columns<kBlock>(function.of, first_key);
   }
 };
 // With its slope.
@@ -221,14 +187,20 @@ struct FunctionOfScores<0, kCount> {
   }
 };
 
+template <int kCount>
+__device__ __forceinline__ void multiply_rows(float first, float second, float (&scores)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scores[i] *= fragment::row(i) == 0 ? first : second;
+}
+
 // Scores x of a fragment whose rows are queries, with the bias if there is one, become y; row_of gives
-// what one of the thread's rows decides. The
+// what one of the thread's rows decides, whose factor is left out unless kWhole. The
 // function is a copy: what a called one is given lies in local memory, with all that it is a part
 // of.
-template <class Params, class RowOf, class QueryOf, int kCount>
+template <bool kWhole = true, class Params, class RowOf, class Columns, class QueryOf, int kCount>
 __device__ __forceinline__ void apply_function(ScoreFunction<Params> function, const RowOf& row_of,
-                                               QueryOf query_of, int first_key,
-                                               float (&scores)[kCount]) {
+                                               const Columns& columns, QueryOf query_of,
+                                               int first_key, float (&scores)[kCount]) {
   const Place key = place(first_key + fragment::first_column(threadIdx.x));
   const Place first = place(query_of(0));
   // A function of the distance gives 30 of 64 elements another one's value, that of the second row
@@ -241,13 +213,16 @@ __device__ __forceinline__ void apply_function(ScoreFunction<Params> function, c
     const bool is_first = fragment::row(i) == 0;
     return function.value_of(is_first ? first_row : second_row, score,
                           is_first ? queries[0] : queries[1],
-                          column_after<2 * kCount>(key, fragment::column(i)));
+                          with_columns(column_after<2 * kCount>(key, fragment::column(i)), columns));
   };
   FunctionOfScores<ScoreFunction<Params>::kTogether, kCount> made;
   made.begin(scores, apply);
   float slope;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) scores[i] = made.value(scores[i], i, slope, apply);
+  if constexpr (kWhole && decltype(first_row)::kHasFactor) {
+    multiply_rows(first_row.factor, second_row.factor, scores);
+  }
 }
 
 // A score of one pair by itself.

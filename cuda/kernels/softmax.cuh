@@ -51,7 +51,13 @@ struct OneFactor {  // score * factor
     return fmaf(score, factor, -base);
   }
 };
-// The same to the fifth power: factor + cubic * score^2 + quintic * score^4.
+struct RowFactor {  // another of each row
+  float factor[2];
+  __device__ __forceinline__ float exponent(float score, int row, int, float base) const {
+    return fmaf(score, factor[row], -base);
+  }
+};
+// One to the fifth power: factor + cubic * score^2 + quintic * score^4.
 struct OddFactor {
   float factor, cubic, quintic;
   __device__ __forceinline__ float exponent(float score, int, int, float base) const {

@@ -93,6 +93,7 @@ def functions(call: Call, shapes: Shapes) -> str:
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
     text = emit.with_helpers(text)
+    text = f'#include "score_places.cuh"\n{text}'
     return f'#include "ptx.cuh"\n{text}' if "ptx::" in text else text
 
 

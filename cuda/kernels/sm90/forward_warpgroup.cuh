@@ -13,11 +13,13 @@ struct WarpgroupState : RowWalk,
                         BiasReader<kBiasBeside>,
                         ScoreFunction<ForwardParams>,
                         FunctionOfRows<ForwardParams>,
+                        FunctionOfColumns<ForwardParams, kBlockKV>,
                         BlockLine<kTakesLine>,
                         UnitDraws<kHoldsDraws>,
                         UnitBits<RowBits, kHoldsBits> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitRows = FunctionOfRows<ForwardParams>;     // likewise
+  using BlockColumns = FunctionOfColumns<ForwardParams, kBlockKV>;  // read once a block
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   using Drawing = UnitDraws<kHoldsDraws>;             // likewise
   using BitsOfMask = UnitBits<RowBits, kHoldsBits>;   // likewise
@@ -218,6 +220,8 @@ struct WarpgroupProducts : WarpgroupState {
         UnitLine::begin_line(p, unit().batch, unit().head, packed_row(unit(), 0));
         fetch_line(next);
       }
+      const int of_block = kListsBlocks ? listed_block().number() : next;
+      BlockColumns::read(*this, of_block * kBlockKV);
     }
     if constexpr (kBiasTiles) {
       read_bias(staged_bias(), bias_row());
@@ -294,13 +298,15 @@ struct Warpgroup : WarpgroupProducts {
     const Range columns = row_columns(seen(t), last_query, block * kBlockKV);
     return __all_sync(0xffffffffu, columns.end <= kBlockKV / 2);
   }
-  // Scores to logits, as score_function has them.
+  // Scores to logits, as score_function has them; unless kWhole without the factors of rows.
+  template <bool kWhole = true>
   __device__ __forceinline__ void apply_terms(Scores& scores) {
     operands.scale_capped(scores);
-    add_terms(scores);
+    add_terms<kWhole>(scores);
     score_function<kPreScale>(p, scores);
   }
   // The same but for score_function.
+  template <bool kWhole = true>
   __device__ __forceinline__ void add_terms(Scores& scores) {
     add_bias(scores);
     if constexpr (kHasScoreFunction) {
@@ -313,7 +319,7 @@ struct Warpgroup : WarpgroupProducts {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
       const auto row_of = [&](const Place&, int row) { return UnitRows::rows[row]; };
-      apply_function<ForwardParams>(*this, row_of, query_of, block * kBlockKV, scores);
+      apply_function<kWhole, ForwardParams>(*this, row_of, BlockColumns::held, query_of, block * kBlockKV, scores);
     }
   }
   __device__ __forceinline__ void add_bias(Scores& scores) {
@@ -377,6 +383,12 @@ struct Warpgroup : WarpgroupProducts {
     if constexpr (kSumsByProduct) softmax.hold_first_block();
     searches = searches_now();
   }
+  // With UnitRows::kHasFactor: the exponentials have the factors of rows.
+  static constexpr bool kLeavesFactor = UnitRows::kHasFactor && !kTakesLine && !kApart && !kSoftcap;
+  __device__ __forceinline__ RowFactor row_factor(float of_all) const {
+    if constexpr (!UnitRows::kHasFactor) return {};
+    else return {of_all * UnitRows::factor(0), of_all * UnitRows::factor(1)};
+  }
   // Weights of a later block. True: `correction` has to be applied to the output.
   template <Known kKnown>
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
@@ -422,6 +434,17 @@ struct Warpgroup : WarpgroupProducts {
       } else {
         apply_terms(scores);
         mask_later<kKnown>(scores);
+      }
+      rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
+                                         among_exponentials());
+    } else if constexpr (kLeavesFactor) {
+      apply_terms<false>(scores);
+      RowFactor factor = row_factor(p.scale_log2);
+      if (!later_is_full<kKnown>() || searches) {
+        const RowFactor whole = row_factor(1.0f);
+        multiply_rows(whole.factor[0], whole.factor[1], scores);
+        mask_later<kKnown>(scores);
+        factor = {p.scale_log2, p.scale_log2};
       }
       rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
                                          among_exponentials());

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from jax_flash._function import Function
 from jax_flash._gpu.emit import costs
 from jax_flash._gpu.emit.arrays import Writer
+from jax_flash._gpu.emit.rows import Rows, hold_columns, part_rows
 from jax_flash._gpu.emit.scalars import INEXACT, Line, words
 from jax_flash._gpu.emit.scale import SCALE, decided_by, scale_scores
 from jax_flash._gpu.emit.values import (
@@ -260,42 +261,83 @@ def define(
     kept = [x for x in (*_IDS, *once) if x.name in used]
     kind = "".join(part.capitalize() for part in (*name.split("_"), "of", "head"))
     names = ", ".join(x.name for x in kept)
-    opened = [f"const auto& [{names}] = of;"] if kept else []
+    opened = _opened(kept, "of")
     length = costs.count(each)
-    row_kind = kind.replace("OfHead", "OfQuery")
     short = costs.WRITTEN_OUT_WITH_SLOPE if with_slope else costs.WRITTEN_OUT
     shared = costs.count_shared(each)
     together = 0 if shared <= short else 4 if length <= costs.LOOPED else 1
     qualifiers = _CALLED if together == 1 else _INLINED
     if together == 1:
         each = [dataclasses.replace(x, text=_call_heavy(x.text)) for x in each]
-    of_row: list[Line] = []
-    held: list[Line] = []
-    if scales and together == 0 and not with_slope:
-        of_row, held, each = _split_rows(each, value)
-    row_names = ", ".join(x.name for x in held)
     members = [f"static constexpr int kTogether = {together};"]
     members += [f"{x.kind} {x.name};" for x in kept]
-    rows_text, row = "", ""
+    of_query = row = ""
     if scales and not with_slope:
-        row = f"const {row_kind}& of_query, "
-        rows_text = (
-            f"struct {row_kind} {{\n{_indented([f'{x.kind} {x.name};' for x in held])}}};\n"
-            f"template <class Query>\n{qualifiers} {row_kind} {name}_of_query("
-            f"const {kind}& of, const Query& query) {{\n"
-            f"{_indented([*(opened if held else []), *(x.explained for x in of_row)])}"
-            f"  return {{{row_names}}};\n}}\n"
-        )
-        opened = opened + ([f"const auto& [{row_names}] = of_query;"] if held else [])
+        rows = Rows(others=tuple(each), value=value)
+        rows = part_rows(each, value) if together == 0 and not exact else rows
+        opened_of = opened
+        of_query, row = _text_of_rows(kind, name, opened, qualifiers, rows), f"const {kind.replace('OfHead', 'OfQuery')}& of_query, "
+        opened = [*opened, *_opened(rows.held, "of_query.held")]
+        each, value = rows.others, rows.value
+        each, columns = hold_columns(each)
+        of_query += _text_of_columns(kind, name, opened_of, columns)
     return (
         f"struct {kind} {{\n{_indented(members)}}};\n"
         f"template <class Params>\n"
         f"{inlined(once)} {kind} {name}_of_head(const Params& p, int row, int batch, int head) {{\n"
         f"{_indented([*(x.explained for x in once), f'return {{{names}}};'])}}}\n"
-        f"{rows_text}template <class Query, class Key>\n"
+        f"{of_query}template <class Query, class Key>\n"
         f"{qualifiers} {result} {name}(const {kind}& of, {row}{', '.join(arguments)}) {{\n"
         f"{_indented([*opened, *(x.explained for x in each), f'return {value};'])}}}\n"
     )
+
+
+def _text_of_rows(
+    kind: str, name: str, opened: Sequence[str], qualifiers: str, rows: Rows
+) -> str:
+    """Writes what a query decides: numbers of it, and its factor."""
+    of_head, kind = kind, kind.replace("OfHead", "OfQuery")
+    lines = [*(x.explained for x in rows.lines)]
+    lines = [*(opened if lines or rows.factor else ()), *lines]
+    names = ", ".join(x.name for x in rows.held)
+    members = [f"static constexpr bool kHasFactor = {'true' if rows.factor else 'false'};"]
+    varies = "query" in decided_by(rows.lines, rows.factor)
+    members += [f"static constexpr bool kFactorVaries = {'true' if varies else 'false'};"]
+    members += ["float factor;"]
+    held = [f"struct {kind}Held {{", *(f"  {x.kind} {x.name};" for x in rows.held), "};"]
+    return (
+        "".join(f"{line}\n" for line in held)
+        + f"struct {kind} {{\n{_indented([*members, f'{kind}Held held;'])}}};\n"
+        f"template <class Query>\n{qualifiers} {kind} {name}_of_query("
+        f"const {of_head}& of, const Query& query) {{\n"
+        f"{_indented([*lines, f'return {{{rows.factor or 1}, {{{names}}}}};'])}}}\n"
+    )
+
+
+def _text_of_columns(
+    kind: str, name: str, opened: Sequence[str], columns: Sequence[tuple[str, str]]
+) -> str:
+    """Writes what holds arrays that are read along keys, of a type and with arguments each."""
+    of_head, kind = kind, kind.replace("OfHead", "Columns")
+    members = [f"HeldColumns<{x}, kBlock> c{i};" for i, (x, _) in enumerate(columns)]
+    members += [
+        f"__device__ __forceinline__ const auto& of(Nth<{i}>) const {{ return c{i}; }}"
+        for i in range(len(columns))
+    ]
+    made = ", ".join(
+        f"{{{row}, first_key, {rest}}}" for _, (row, rest) in ((x, y.split("; ")) for x, y in columns)
+    )
+    return (
+        f"template <int kBlock>\nstruct {kind} {{\n{_indented(members)}}};\n"
+        f"template <int kBlock>\n{_INLINED} {kind}<kBlock> {name}_columns("
+        f"const {of_head}& of, int first_key) {{\n"
+        f"{_indented([*(opened if columns else ()), f'return {{{made}}};'])}}}\n"
+    )
+
+
+def _opened(lines: Sequence[Line], of: str) -> list[str]:
+    names = ", ".join(x.name for x in lines)
+    return [f"const auto& [{names}] = {of};"] if lines else []
 
 
 def inlined(lines: Sequence[Line]) -> str:
@@ -328,38 +370,6 @@ def _split(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
         else:
             once.append(line)
     return once, each
-
-
-_MOST_HELD = 2  # numbers of a row that kernels keep from block to block: 4 registers
-_HELD = re.compile(r"__ldg|element_along|[a-z_0-9]{3,}f?\(| / ")  # is costly
-
-
-def _split_rows(
-    lines: Sequence[Line], value: str
-) -> tuple[list[Line], list[Line], list[Line]]:
-    """Parts what is computed once for a query: its lines, those that others read, the others."""
-    costly: set[str] = set()
-    for line in lines:
-        costs_much = _HELD.search(line.text.replace("__fmul_rn", "")) is not None
-        if decided_by(lines, line.text) == {"query"} and (
-            costs_much or not costly.isdisjoint(words(line.text))
-        ):
-            costly.add(line.name)
-    others = [x for x in lines if x.name not in costly]
-    read = words(value, *(x.text for x in others))
-    held = [x for x in lines if x.name in costly & read]
-    if not held or len(held) > _MOST_HELD:
-        return [], [], list(lines)
-    return _needed(lines, [x.name for x in held]), held, _needed(others, [value])
-
-
-def _needed(lines: Sequence[Line], results: Sequence[str]) -> list[Line]:
-    needed, kept = words(*results), []
-    for line in reversed(lines):
-        if line.name in needed:
-            needed |= words(line.text)
-            kept.insert(0, line)
-    return kept
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from jax_flash._gpu.emit.scalars import Line, words
 SCALE = Line("float", "scale", "kAddsToScores ? 1.0f : p.scale")
 _SCORE = Line("float", "score", "__fmul_rn(product, scale)")
 _LARGEST = 64.0  # of a number that is added: scores are rounded to be seen beside a larger one
-_PRODUCT = re.compile(r"__fmul_rn\((\S+), (\S+)\)")
+PRODUCT = re.compile(r"__fmul_rn\((\S+), (\S+)\)")
 
 
 def scale_scores(lines: Sequence[Line], results: Sequence[str], sharp: set[str]) -> list[Line]:
@@ -56,7 +56,7 @@ def _multiplied(
     """Writes score * x * y ... with one factor of the scale and of what a row decides."""
     chain, factors, name = [], [], "score"
     for i, line in enumerate(lines):
-        found = _PRODUCT.fullmatch(line.text)
+        found = PRODUCT.fullmatch(line.text)
         if i < first or name not in words(line.text):
             continue
         uses = sum(words(x.text).issuperset({name}) for x in lines)
@@ -65,20 +65,19 @@ def _multiplied(
         chain.append(i)
         factors.append(found[2] if found[1] == name else found[1])
         name = line.name
-    of_rows = [x for x in factors if decided_by(lines, x) <= {"query"}]
-    if not of_rows:
+    if not chain:
         return None
+    of_rows = [x for x in factors if decided_by(lines, x) <= {"query"}]
     of_rows.sort(key=lambda x: len(decided_by(lines, x)))  # the head's first
     text, added = "scale", []
     for n, factor in enumerate(of_rows):
-        text = f"__fmul_rn({text}, {factor})"
-        added.append(Line("float", f"factor{n}", text, "mul"))
+        added.append(Line("float", f"factor{n}", f"__fmul_rn({text}, {factor})", "mul"))
         text = added[-1].name
-    text = f"__fmul_rn(product, {text})"
+    inner = "product"
     for n, factor in enumerate(x for x in factors if x not in of_rows):
-        added.append(Line("float", f"scaled{n}", text, "mul"))
-        text = f"__fmul_rn({added[-1].name}, {factor})"
-    last = dataclasses.replace(lines[chain[-1]], text=text)
+        added.append(Line("float", f"scaled{n}", f"__fmul_rn({inner}, {factor})", "mul"))
+        inner = added[-1].name
+    last = dataclasses.replace(lines[chain[-1]], text=f"__fmul_rn({inner}, {text})")
     return _replaced(lines, dict.fromkeys(chain[:-1], []) | {chain[-1]: [*added, last]})
 
 
