@@ -116,6 +116,21 @@ def _plain_gate(table, score, batch, head, query, key):
     return value, np.where(hides, 0, slope), index, damped * ~hides
 
 
+ROWS = 0.5 - np.arange(512, dtype=np.float32) % 7 / 3  # of both signs
+
+
+def _factors(table):
+    """A factor of the query and one that is read along the keys, of both signs."""
+    rows = jnp.asarray(ROWS)
+    return lambda score, batch, head, query, key: score * rows[query] * table[head, key]
+
+
+def _plain_factors(table, score, batch, head, query, key):
+    index = head * table.shape[1] + np.broadcast_to(key, score.shape)
+    slope = ROWS[query] * table[head, key]
+    return score * slope, slope, index, score * ROWS[query]
+
+
 def _sines(count):
     """As many sines, one of the other: kernels have one in a loop, several as a function."""
 
@@ -146,5 +161,6 @@ SCORES = {
     "cap": ScoreCase(lambda rows, heads: (), _cap, _plain_cap),
     "sine": _sines(1),
     "sines": _sines(3),
+    "factors": ScoreCase(lambda rows, heads: (heads, 384), _factors, _plain_factors),
     "gate": ScoreCase(lambda rows, heads: (rows, heads), _gate, _plain_gate),
 }

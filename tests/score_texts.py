@@ -31,6 +31,7 @@ def texts(functions) -> tuple[str, list]:
         small = i % 2 == 0
         text += emit.define(function, f"value_{i}", small=small)
         text += emit.define(function, f"slope_{i}", small=small, with_slope=True)
+        text += emit.define(function, f"scaled_{i}", small=small, scales=True)
         arrays.append([np.ascontiguousarray(x) for x in captured])
     return emit.with_helpers(text), arrays
 

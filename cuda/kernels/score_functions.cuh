@@ -59,6 +59,8 @@ struct ScoreFunction<Params, true> {
 template <class Params, bool kExists = kHasScoreFunction>
 struct FunctionOfRows {  // none
   static constexpr bool kHasFactor = false;
+  __device__ __forceinline__ float factor(int) const { return 1.0f; }
+  __device__ __forceinline__ int row(int) const { return 0; }
   template <class QueryOf>
   __device__ __forceinline__ void read(const ScoreFunction<Params>&, QueryOf) {}
 };
@@ -67,6 +69,7 @@ struct FunctionOfRows<Params, true> {
   using Row = decltype(score_value_of_query(ScoreFunction<Params>{}.of, Place{}));
   static constexpr bool kHasFactor = Row::kHasFactor;
   Row rows[2];
+  __device__ __forceinline__ const Row& row(int i) const { return rows[i]; }
   __device__ __forceinline__ float factor(int row) const {
     return rows[Row::kFactorVaries ? row : 0].factor;
   }
@@ -79,13 +82,14 @@ struct FunctionOfRows<Params, true> {
 // Arrays that it reads along the keys of a block.
 template <class Params, int kBlock, bool kExists = kHasScoreFunction>
 struct FunctionOfColumns {  // none
+  static constexpr NoColumns held{};
   static __device__ __forceinline__ void read(const ScoreFunction<Params>&, int) {}
 };
 template <class Params, int kBlock>
 struct FunctionOfColumns<Params, kBlock, true> {
-  ScoreValueColumns<kBlock> held;
+  typename decltype(ScoreFunction<Params>::of)::template Columns<kBlock> held;
   __device__ __forceinline__ void read(const ScoreFunction<Params>& function, int first_key) {
-    held = score_value_columns<kBlock>(function.of, first_key);
+    held = function.of.template columns<kBlock>(first_key);
   }
 };
 // With its slope.

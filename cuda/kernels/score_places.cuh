@@ -72,7 +72,11 @@ struct HeldColumns {
 #pragma unroll
     for (int i = 0; i < ceil_div(kBlock, 64); ++i) {
       const Value* from = last == count ? row + first + 64 * i : row + min(first + 64 * i, last);
+#ifdef JF_TOUCH
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+#else
       pairs[i] = __ldg(reinterpret_cast<const typename PairOf<Value>::Type*>(from));
+#endif
     }
   }
   __device__ __forceinline__ Value at(int pair, bool is_second) const {
@@ -95,8 +99,11 @@ __device__ __forceinline__ Value element_along(const Value* row, const At& at, i
   return element_along(row, at, length, count);
 }
 template <class Value, int kBlock, class Columns, int kNumber>
-__device__ __forceinline__ Value element_along(const Value*, const HeldPlace<kBlock, Columns>& at,
-                                               int, int, Nth<kNumber> number) {
+__device__ __forceinline__ Value element_along(const Value* row, const HeldPlace<kBlock, Columns>& at,
+                                               int length, int count, Nth<kNumber> number) {
+#ifdef JF_TOUCH
+  return element_along(row, static_cast<const PairedPlace<kBlock>&>(at), length, count);
+#endif
   return at.columns.of(number).at(at.pair, at.is_second);
 }
 template <int kBlock>

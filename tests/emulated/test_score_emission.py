@@ -51,7 +51,8 @@ inline float sqrt_approx(float x) { return sqrtf(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 }
 inline float __fmul_rn(float x, float y) { return x * y; }
-struct Params { struct { const void* data; long long batch; } captures[8]; };
+struct Params { struct { const void* data; long long batch; } captures[8]; float scale; };
+constexpr bool kAddsToScores = false;
 struct Indexed { int index; float real, offset; };
 """
 LOOP = """
@@ -64,6 +65,11 @@ extern "C" void run_%(i)d(Params* p, long n, const float* s, const int* b, const
     float same;
     same = slope_%(i)d(slope_%(i)d_of_head(*p, 0, b[i], h[i]), s[i], query, key, slope[i]);
     if (!(same == value[i]) && (same == same || value[i] == value[i])) value[i] = 12345.0f;
+    const auto scaled = scaled_%(i)d_of_head(*p, 0, b[i], h[i]);
+    const auto row = scaled_%(i)d_of_query(scaled, query);
+    const float product = row.factor * scaled_%(i)d(scaled, row, 8.0f * s[i], query, key);
+    const float apart = fabsf(product - same), most = 2e-5f * fmaxf(1.0f, fabsf(same));
+    if (apart > most && std::isfinite(apart)) value[i] = 54321.0f;
   }
 }
 """
@@ -99,8 +105,9 @@ def run(text, name, captured, folder) -> list[tuple[np.ndarray, np.ndarray]]:
     given, results = draw(), []
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in given]
     for i, arrays in enumerate(captured):
-        params = np.zeros((8, 2), np.uint64)
-        params[: len(arrays), 0] = [x.ctypes.data for x in arrays]
+        params = np.zeros(17, np.uint64)
+        params[: 2 * len(arrays) : 2] = [x.ctypes.data for x in arrays]
+        params[16:].view(np.float32)[0] = 0.125  # the scale, whose products are exact
         got = [np.empty_like(given[0]) for _ in range(2)]
         address = ctypes.c_void_p(params.ctypes.data)
         to = [ctypes.c_void_p(x.ctypes.data) for x in got]
@@ -199,6 +206,32 @@ def test_quick_forms_where_no_step_follows():
     assert called(selected) == {"quotient", "quick_log", "quick_exp"}
     assert called(roots) == {"sqrt_approx", "exp2_approx", "expf", "sqrtf"}  # exact once a head
     assert called(lambda s, b, h, q, k: s / jnp.exp(jnp.float32(h))) == {"expf"}  # once a head
+
+
+def test_scale_and_factors_are_where_they_cost_least():
+    """A sum has the scale in a fused multiplication, unless it rounds to be seen; a product has one
+    factor of the head and the query, which is left to the exponential; columns are read by pairs."""
+    slopes, rows = jnp.ones(N), jnp.ones((2, 30))
+
+    def text_of(f):
+        function, _ = traced(f)
+        text = emit.define(function, "value", small=True, scales=True, lengths=(30, 30))
+        return text[text.rindex("{") :]
+
+    def factors(s, b, h, q, k):
+        return s * slopes[h] * rows[b, q] * rows[b, k]
+
+    def added(s, b, h, q, k):
+        return rows[b, q] + s + jnp.exp(rows[b, k])
+
+    assert "fmaf(product, scale, " in text_of(added)
+    assert "element_along" in text_of(added)
+    assert "exp" not in text_of(lambda s, b, h, q, k: s + jnp.exp(rows[b, q]))
+    assert text_of(factors).count("__fmul_rn") == 1
+    assert "factor" not in text_of(factors)
+    rounds = text_of(lambda s, b, h, q, k: (s + 12582912.0) - 12582912.0)
+    assert "__fmul_rn(product, scale)" in rounds
+    assert "__fmul_rn(product, scale)" in text_of(lambda s, b, h, q, k: jnp.floor(s + slopes[h]))
 
 
 def test_division_of_positions_and_slopes_of_a_choice_are_short():

@@ -318,7 +318,7 @@ struct Warpgroup : WarpgroupProducts {
       }
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
-      const auto row_of = [&](const Place&, int row) { return UnitRows::rows[row]; };
+      const auto row_of = [&](const Place&, int row) { return UnitRows::row(row); };
       apply_function<kWhole, ForwardParams>(*this, row_of, BlockColumns::held, query_of, block * kBlockKV, scores);
     }
   }
@@ -386,8 +386,7 @@ struct Warpgroup : WarpgroupProducts {
   // With UnitRows::kHasFactor: the exponentials have the factors of rows.
   static constexpr bool kLeavesFactor = UnitRows::kHasFactor && !kTakesLine && !kApart && !kSoftcap;
   __device__ __forceinline__ RowFactor row_factor(float of_all) const {
-    if constexpr (!UnitRows::kHasFactor) return {};
-    else return {of_all * UnitRows::factor(0), of_all * UnitRows::factor(1)};
+    return {of_all * UnitRows::factor(0), of_all * UnitRows::factor(1)};
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   template <Known kKnown>

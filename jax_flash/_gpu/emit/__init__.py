@@ -275,12 +275,11 @@ def define(
     if scales and not with_slope:
         rows = Rows(others=tuple(each), value=value)
         rows = part_rows(each, value) if together == 0 and not exact else rows
-        opened_of = opened
         of_query, row = _text_of_rows(kind, name, opened, qualifiers, rows), f"const {kind.replace('OfHead', 'OfQuery')}& of_query, "
         opened = [*opened, *_opened(rows.held, "of_query.held")]
         each, value = rows.others, rows.value
         each, columns = hold_columns(each)
-        of_query += _text_of_columns(kind, name, opened_of, columns)
+        members += _text_of_columns(columns)
     return (
         f"struct {kind} {{\n{_indented(members)}}};\n"
         f"template <class Params>\n"
@@ -314,25 +313,19 @@ def _text_of_rows(
     )
 
 
-def _text_of_columns(
-    kind: str, name: str, opened: Sequence[str], columns: Sequence[tuple[str, str]]
-) -> str:
-    """Writes what holds arrays that are read along keys, of a type and with arguments each."""
-    of_head, kind = kind, kind.replace("OfHead", "Columns")
-    members = [f"HeldColumns<{x}, kBlock> c{i};" for i, (x, _) in enumerate(columns)]
+def _text_of_columns(columns: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Writes what holds arrays that are read along keys: of each a type, its row and sizes."""
+    members = [f"  HeldColumns<{x}, kBlock> c{i};" for i, (x, _, _) in enumerate(columns)]
     members += [
-        f"__device__ __forceinline__ const auto& of(Nth<{i}>) const {{ return c{i}; }}"
+        f"  __device__ __forceinline__ const auto& of(Nth<{i}>) const {{ return c{i}; }}"
         for i in range(len(columns))
     ]
-    made = ", ".join(
-        f"{{{row}, first_key, {rest}}}" for _, (row, rest) in ((x, y.split("; ")) for x, y in columns)
-    )
-    return (
-        f"template <int kBlock>\nstruct {kind} {{\n{_indented(members)}}};\n"
-        f"template <int kBlock>\n{_INLINED} {kind}<kBlock> {name}_columns("
-        f"const {of_head}& of, int first_key) {{\n"
-        f"{_indented([*(opened if columns else ()), f'return {{{made}}};'])}}}\n"
-    )
+    made = ", ".join(f"{{{row}, first_key, {sizes}}}" for _, row, sizes in columns)
+    return [
+        *("template <int kBlock>", "struct Columns {", *members, "};", "template <int kBlock>"),
+        "__device__ __forceinline__ Columns<kBlock> columns(int first_key) const {",
+        *(f"  return {{{made}}};", "}"),
+    ]
 
 
 def _opened(lines: Sequence[Line], of: str) -> list[str]:
