@@ -79,19 +79,6 @@ struct FunctionOfRows<Params, true> {
     for (int row = 0; row < 2; ++row) rows[row] = function.of_query(place(query_of(row)));
   }
 };
-// Arrays that it reads along the keys of a block.
-template <class Params, int kBlock, bool kExists = kHasScoreFunction>
-struct FunctionOfColumns {  // none
-  static constexpr NoColumns held{};
-  static __device__ __forceinline__ void read(const ScoreFunction<Params>&, int) {}
-};
-template <class Params, int kBlock>
-struct FunctionOfColumns<Params, kBlock, true> {
-  typename decltype(ScoreFunction<Params>::of)::template Columns<kBlock> held;
-  __device__ __forceinline__ void read(const ScoreFunction<Params>& function, int first_key) {
-    held = function.of.template columns<kBlock>(first_key);
-  }
-};
 // With its slope.
 template <class Params, bool kExists = kHasScoreFunction>
 struct ScoreFunctionAndSlope {  // none
@@ -201,10 +188,10 @@ __device__ __forceinline__ void multiply_rows(float first, float second, float (
 // what one of the thread's rows decides, whose factor is left out unless kWhole. The
 // function is a copy: what a called one is given lies in local memory, with all that it is a part
 // of.
-template <bool kWhole = true, class Params, class RowOf, class Columns, class QueryOf, int kCount>
+template <bool kWhole = true, class Params, class RowOf, class QueryOf, int kCount>
 __device__ __forceinline__ void apply_function(ScoreFunction<Params> function, const RowOf& row_of,
-                                               const Columns& columns, QueryOf query_of,
-                                               int first_key, float (&scores)[kCount]) {
+                                               QueryOf query_of, int first_key,
+                                               float (&scores)[kCount]) {
   const Place key = place(first_key + fragment::first_column(threadIdx.x));
   const Place first = place(query_of(0));
   // A function of the distance gives 30 of 64 elements another one's value, that of the second row
@@ -217,7 +204,7 @@ __device__ __forceinline__ void apply_function(ScoreFunction<Params> function, c
     const bool is_first = fragment::row(i) == 0;
     return function.value_of(is_first ? first_row : second_row, score,
                           is_first ? queries[0] : queries[1],
-                          with_columns(column_after<2 * kCount>(key, fragment::column(i)), columns));
+                          column_after<2 * kCount>(key, fragment::column(i)));
   };
   FunctionOfScores<ScoreFunction<Params>::kTogether, kCount> made;
   made.begin(scores, apply);

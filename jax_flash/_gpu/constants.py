@@ -94,9 +94,6 @@ def functions(call: Call, shapes: Shapes) -> str:
         text += define("score_value_and_slope", with_slope=True)
     text = emit.with_helpers(text)
     text = f'#include "score_places.cuh"\n{text}'
-    import os
-    if os.environ.get("JF_TOUCH"):
-        text = "#define JF_TOUCH\n" + text
     return f'#include "ptx.cuh"\n{text}' if "ptx::" in text else text
 
 

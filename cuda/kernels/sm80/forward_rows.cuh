@@ -140,7 +140,7 @@ struct Rows : RowResults {
       }
       if constexpr (kHasScoreFunction) {
         const auto row_of = [&](const ::Place& at, int) { return function.of_query(at); };
-        apply_function(function, row_of, NoColumns(), query, first_key, scores[tile]);
+        apply_function(function, row_of, query, first_key, scores[tile]);
       }
       score_function<kPreScale>(p, scores[tile]);
     }

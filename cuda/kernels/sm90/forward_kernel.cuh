@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
     ptx::register_increase<kConsumerRegisters>();
     // A brace for each base down to WarpgroupState.
     const int warpgroup = warp / 4 - 1 - kConsumers * team;
-    Consumer consumer{{{{{{}, {}, {}, {}, {}, {}, {}, {}, p, shared, warpgroup}}}}};
+    Consumer consumer{{{{{{}, {}, {}, {}, {}, {}, {}, p, shared, warpgroup}}}}};
     consumer.run();
   }
 }

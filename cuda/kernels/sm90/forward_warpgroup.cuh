@@ -13,13 +13,11 @@ struct WarpgroupState : RowWalk,
                         BiasReader<kBiasBeside>,
                         ScoreFunction<ForwardParams>,
                         FunctionOfRows<ForwardParams>,
-                        FunctionOfColumns<ForwardParams, kBlockKV>,
                         BlockLine<kTakesLine>,
                         UnitDraws<kHoldsDraws>,
                         UnitBits<RowBits, kHoldsBits> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitRows = FunctionOfRows<ForwardParams>;     // likewise
-  using BlockColumns = FunctionOfColumns<ForwardParams, kBlockKV>;  // read once a block
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   using Drawing = UnitDraws<kHoldsDraws>;             // likewise
   using BitsOfMask = UnitBits<RowBits, kHoldsBits>;   // likewise
@@ -220,8 +218,6 @@ struct WarpgroupProducts : WarpgroupState {
         UnitLine::begin_line(p, unit().batch, unit().head, packed_row(unit(), 0));
         fetch_line(next);
       }
-      const int of_block = kListsBlocks ? listed_block().number() : next;
-      BlockColumns::read(*this, of_block * kBlockKV);
     }
     if constexpr (kBiasTiles) {
       read_bias(staged_bias(), bias_row());
@@ -319,7 +315,7 @@ struct Warpgroup : WarpgroupProducts {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
       const auto row_of = [&](const Place&, int row) { return UnitRows::row(row); };
-      apply_function<kWhole, ForwardParams>(*this, row_of, BlockColumns::held, query_of, block * kBlockKV, scores);
+      apply_function<kWhole, ForwardParams>(*this, row_of, query_of, block * kBlockKV, scores);
     }
   }
   __device__ __forceinline__ void add_bias(Scores& scores) {

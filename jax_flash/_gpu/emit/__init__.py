@@ -26,9 +26,9 @@ from collections.abc import Iterable, Sequence
 from jax_flash._function import Function
 from jax_flash._gpu.emit import costs
 from jax_flash._gpu.emit.arrays import Writer
-from jax_flash._gpu.emit.rows import Rows, hold_columns, part_rows
+from jax_flash._gpu.emit.rows import Rows, part_rows, structured
 from jax_flash._gpu.emit.scalars import INEXACT, Line, words
-from jax_flash._gpu.emit.scale import SCALE, decided_by, scale_scores
+from jax_flash._gpu.emit.scale import SCALE, scale_scores
 from jax_flash._gpu.emit.values import (
     HIGH,
     SMALL,
@@ -261,7 +261,7 @@ def define(
     kept = [x for x in (*_IDS, *once) if x.name in used]
     kind = "".join(part.capitalize() for part in (*name.split("_"), "of", "head"))
     names = ", ".join(x.name for x in kept)
-    opened = _opened(kept, "of")
+    opened = structured(kept, "of")
     length = costs.count(each)
     short = costs.WRITTEN_OUT_WITH_SLOPE if with_slope else costs.WRITTEN_OUT
     shared = costs.count_shared(each)
@@ -273,13 +273,12 @@ def define(
     members += [f"{x.kind} {x.name};" for x in kept]
     of_query = row = ""
     if scales and not with_slope:
-        rows = Rows(others=tuple(each), value=value)
-        rows = part_rows(each, value) if together == 0 and not exact else rows
-        of_query, row = _text_of_rows(kind, name, opened, qualifiers, rows), f"const {kind.replace('OfHead', 'OfQuery')}& of_query, "
-        opened = [*opened, *_opened(rows.held, "of_query.held")]
+        whole = together > 0 or exact
+        rows = Rows(others=tuple(each), value=value) if whole else part_rows(each, value)
+        row = f"const {kind.replace('OfHead', 'OfQuery')}& of_query, "
+        of_query = rows.define(kind, name, opened, qualifiers)
+        opened = [*opened, *structured(rows.held, "of_query.held")]
         each, value = rows.others, rows.value
-        each, columns = hold_columns(each)
-        members += _text_of_columns(columns)
     return (
         f"struct {kind} {{\n{_indented(members)}}};\n"
         f"template <class Params>\n"
@@ -289,48 +288,6 @@ def define(
         f"{qualifiers} {result} {name}(const {kind}& of, {row}{', '.join(arguments)}) {{\n"
         f"{_indented([*opened, *(x.explained for x in each), f'return {value};'])}}}\n"
     )
-
-
-def _text_of_rows(
-    kind: str, name: str, opened: Sequence[str], qualifiers: str, rows: Rows
-) -> str:
-    """Writes what a query decides: numbers of it, and its factor."""
-    of_head, kind = kind, kind.replace("OfHead", "OfQuery")
-    lines = [*(x.explained for x in rows.lines)]
-    lines = [*(opened if lines or rows.factor else ()), *lines]
-    names = ", ".join(x.name for x in rows.held)
-    members = [f"static constexpr bool kHasFactor = {'true' if rows.factor else 'false'};"]
-    varies = "query" in decided_by(rows.lines, rows.factor)
-    members += [f"static constexpr bool kFactorVaries = {'true' if varies else 'false'};"]
-    members += ["float factor;"]
-    held = [f"struct {kind}Held {{", *(f"  {x.kind} {x.name};" for x in rows.held), "};"]
-    return (
-        "".join(f"{line}\n" for line in held)
-        + f"struct {kind} {{\n{_indented([*members, f'{kind}Held held;'])}}};\n"
-        f"template <class Query>\n{qualifiers} {kind} {name}_of_query("
-        f"const {of_head}& of, const Query& query) {{\n"
-        f"{_indented([*lines, f'return {{{rows.factor or 1}, {{{names}}}}};'])}}}\n"
-    )
-
-
-def _text_of_columns(columns: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Writes what holds arrays that are read along keys: of each a type, its row and sizes."""
-    members = [f"  HeldColumns<{x}, kBlock> c{i};" for i, (x, _, _) in enumerate(columns)]
-    members += [
-        f"  __device__ __forceinline__ const auto& of(Nth<{i}>) const {{ return c{i}; }}"
-        for i in range(len(columns))
-    ]
-    made = ", ".join(f"{{{row}, first_key, {sizes}}}" for _, row, sizes in columns)
-    return [
-        *("template <int kBlock>", "struct Columns {", *members, "};", "template <int kBlock>"),
-        "__device__ __forceinline__ Columns<kBlock> columns(int first_key) const {",
-        *(f"  return {{{made}}};", "}"),
-    ]
-
-
-def _opened(lines: Sequence[Line], of: str) -> list[str]:
-    names = ", ".join(x.name for x in lines)
-    return [f"const auto& [{names}] = {of};"] if lines else []
 
 
 def inlined(lines: Sequence[Line]) -> str:

@@ -13,8 +13,6 @@ from jax_flash._gpu.emit.scalars import Line, words
 from jax_flash._gpu.emit.scale import PRODUCT, decided_by
 
 _MOST_HELD = 2  # numbers of a row beside its factor, which kernels keep from block to block
-_MOST_COLUMNS = 2  # arrays of which a block's elements are held
-_ALONG_KEYS = re.compile(r"element_along\((.+), key, (\d+, \d+)\)")
 _COSTLY = re.compile(r"[a-z_]\w*\(| / ")
 
 
@@ -30,6 +28,34 @@ class Rows:
     factor: str = ""
     others: tuple[Line, ...] = ()
     value: str = ""
+
+    def define(self, kind: str, name: str, opened: Sequence[str], qualifiers: str) -> str:
+        """Writes what a query decides, from what its head does: `kind`, opened by `opened`."""
+        made = kind.replace("OfHead", "OfQuery")
+        names = ", ".join(x.name for x in self.held)
+        lines = [*(opened if self.lines or self.factor else ())]
+        lines += [x.explained for x in self.lines]
+        varies = "query" in decided_by(self.lines, self.factor)
+        members = [f"{x.kind} {x.name};" for x in self.held]
+        return (
+            f"struct {made}Held {{\n{_indented(members)}}};\nstruct {made} {{\n"
+            f"  static constexpr bool kHasFactor = {'true' if self.factor else 'false'};\n"
+            f"  static constexpr bool kFactorVaries = {'true' if varies else 'false'};\n"
+            f"  float factor;\n  {made}Held held;\n}};\n"
+            f"template <class Query>\n{qualifiers} {made} {name}_of_query("
+            f"const {kind}& of, const Query& query) {{\n{_indented(lines)}"
+            f"  return {{{self.factor or '1.0f'}, {{{names}}}}};\n}}\n"
+        )
+
+
+def structured(lines: Sequence[Line], of: str) -> list[str]:
+    """Writes what gives members of a struct their names."""
+    names = ", ".join(x.name for x in lines)
+    return [f"const auto& [{names}] = {of};"] if lines else []
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "".join(f"  {line}\n" for line in lines)
 
 
 def part_rows(lines: Sequence[Line], value: str) -> Rows:
@@ -65,22 +91,6 @@ def _take_factor(lines: list[Line], value: str) -> tuple[list[Line], str, str]:
     for factor in factors[1:]:
         text = f"__fmul_rn({factor}, {text})"
     return lines, value, text
-
-
-def hold_columns(lines: Sequence[Line]) -> tuple[list[Line], list[tuple[str, str, str]]]:
-    """Numbers arrays that are read along keys, from rows of the head: their types and arguments."""
-    kept, held = [], []
-    import os
-    if os.environ.get("JF_NOHOLD"):
-        return list(lines), []
-    for line in lines:
-        found = _ALONG_KEYS.fullmatch(line.text)
-        if found and len(held) < _MOST_COLUMNS and not decided_by(lines, found[1]):
-            text = f"element_along({found[1]}, key, {found[2]}, Nth<{len(held)}>())"
-            line = dataclasses.replace(line, text=text)
-            held.append((line.kind, found[1], found[2]))
-        kept.append(line)
-    return kept, held
 
 
 def _needed(lines: Sequence[Line], results: Sequence[str]) -> list[Line]:
