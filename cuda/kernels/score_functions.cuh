@@ -99,9 +99,9 @@ struct ScoreFunctionAndSlope<Params, true> {
     of = score_value_and_slope_of_head(p, row, ids.x, ids.y);
   }
   template <class Query, class Key>
-  __device__ __forceinline__ float value(const Params&, float score, const Query& query,
+  __device__ __forceinline__ float value(const Params& p, float score, const Query& query,
                                          const Key& key, float& slope) const {
-    return score_value_and_slope(of, score, query, key, slope);
+    return score_value_and_slope(of, scaled_score(p, score), query, key, slope);
   }
 };
 // What a function with kScoreIsLine adds, log2 units, where all keys stand beyond its reach on one
@@ -184,10 +184,9 @@ __device__ __forceinline__ void multiply_rows(float first, float second, float (
   for (int i = 0; i < kCount; ++i) scores[i] *= fragment::row(i) == 0 ? first : second;
 }
 
-// Scores x of a fragment whose rows are queries, with the bias if there is one, become y; row_of gives
-// what one of the thread's rows decides, whose factor is left out unless kWhole. The
-// function is a copy: what a called one is given lies in local memory, with all that it is a part
-// of.
+// Scores x of a fragment whose rows are queries, with the bias if there is one, become y; row_of
+// gives what one of the thread's rows decides, whose factor is left out unless kWhole. The function
+// is a copy: what a called one is given lies in local memory, with all that it is a part of.
 template <bool kWhole = true, class Params, class RowOf, class QueryOf, int kCount>
 __device__ __forceinline__ void apply_function(ScoreFunction<Params> function, const RowOf& row_of,
                                                QueryOf query_of, int first_key,
@@ -203,8 +202,8 @@ __device__ __forceinline__ void apply_function(ScoreFunction<Params> function, c
   const auto apply = [&](float score, int i, float&) {
     const bool is_first = fragment::row(i) == 0;
     return function.value_of(is_first ? first_row : second_row, score,
-                          is_first ? queries[0] : queries[1],
-                          column_after<2 * kCount>(key, fragment::column(i)));
+                             is_first ? queries[0] : queries[1],
+                             column_after<2 * kCount>(key, fragment::column(i)));
   };
   FunctionOfScores<ScoreFunction<Params>::kTogether, kCount> made;
   made.begin(scores, apply);

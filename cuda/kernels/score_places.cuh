@@ -1,5 +1,5 @@
-// Where a user's function of scores is: the query or the key of a score, and what is read along them.
-// The text that jax_flash/_gpu/emit writes includes it.
+// Where a user's function of scores is: the query or the key of a score, and what is read along
+// them. The text that jax_flash/_gpu/emit writes includes it.
 #pragma once
 
 #include "numbers.cuh"

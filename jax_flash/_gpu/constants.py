@@ -12,6 +12,7 @@ from jax_flash._gpu.traits import (
     bytes_of_bias,
     is_highest,
     is_one,
+    known,
 )
 from jax_flash._problem import Problem, Shapes
 
@@ -84,10 +85,9 @@ def functions(call: Call, shapes: Shapes) -> str:
         rows=shapes.own_captures,
         small=are_small(shapes),
         exact=is_highest(call.problem),
-        scales=True,
-        lengths=tuple(x if isinstance(x, int) else 0 for x in (shapes.q_len, shapes.kv_len)),
+        lengths=(known(shapes.q_len, 0), known(shapes.kv_len, 0)),
     )
-    text = define("score_value")
+    text = define("score_value", scales=True)
     if (lines := call.problem.lines) is not None:
         text += lines.define("score_line_of_head")
     if _has_slope(call):

@@ -209,8 +209,8 @@ def test_quick_forms_where_no_step_follows():
 
 
 def test_scale_and_factors_are_where_they_cost_least():
-    """A sum has the scale in a fused multiplication, unless it rounds to be seen; a product has one
-    factor of the head and the query, which is left to the exponential; columns are read by pairs."""
+    """A sum has the scale in a fused multiplication, unless it rounds to be seen; the factor of a
+    product that head and query decide is left to the exponential; columns are read in pairs."""
     slopes, rows = jnp.ones(N), jnp.ones((2, 30))
 
     def text_of(f):

@@ -274,11 +274,11 @@ def define(
     of_query = row = ""
     if scales and not with_slope:
         whole = together > 0 or exact
-        rows = Rows(others=tuple(each), value=value) if whole else part_rows(each, value)
+        parts = Rows(others=tuple(each), value=value) if whole else part_rows(each, value)
         row = f"const {kind.replace('OfHead', 'OfQuery')}& of_query, "
-        of_query = rows.define(kind, name, opened, qualifiers)
-        opened = [*opened, *structured(rows.held, "of_query.held")]
-        each, value = rows.others, rows.value
+        of_query = parts.define(kind, name, opened, qualifiers)
+        opened = [*opened, *structured(parts.held, "of_query.held")]
+        each, value = list(parts.others), parts.value
     return (
         f"struct {kind} {{\n{_indented(members)}}};\n"
         f"template <class Params>\n"

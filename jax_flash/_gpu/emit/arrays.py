@@ -111,7 +111,9 @@ class Writer(ScalarWriter):
         for start, dim, size, stride in zip(starts, x.shape, sizes, x.strides, strict=True):
             place = start.text.removesuffix(".index")
             here = (along, stride, size, dim % 2) == (None, 1, 1, 0)
-            here = here and start.text == f"{place}.index" and dim >= self.lengths.get(place, dim + 1)
+            here = (
+                here and start.text == f"{place}.index" and dim >= self.lengths.get(place, dim + 1)
+            )
             before = offset
             first = self.clamp(self.signed(start), 0, dim - size)
             step = self.multiply(first, integer(stride))

@@ -78,7 +78,8 @@ def _multiplied(
         added.append(Line("float", f"scaled{n}", f"__fmul_rn({inner}, {factor})", "mul"))
         inner = added[-1].name
     last = dataclasses.replace(lines[chain[-1]], text=f"__fmul_rn({inner}, {text})")
-    return _replaced(lines, dict.fromkeys(chain[:-1], []) | {chain[-1]: [*added, last]})
+    gone: dict[int, list[Line]] = {i: [] for i in chain[:-1]}
+    return _replaced(lines, gone | {chain[-1]: [*added, last]})
 
 
 def decided_by(lines: Sequence[Line], *texts: str) -> set[str]:
