@@ -76,7 +76,7 @@ def part_rows(lines: Sequence[Line], value: str) -> Rows:
 
 
 def _take_factor(lines: list[Line], value: str) -> tuple[list[Line], str, str]:
-    factors: list[str] = []
+    whole, factors = value, list[str]()
     while (line := next((x for x in lines if x.name == value), None)) is not None:
         found = PRODUCT.fullmatch(line.text)
         if not found or "score" not in decided_by(lines, value):
@@ -87,7 +87,9 @@ def _take_factor(lines: list[Line], value: str) -> tuple[list[Line], str, str]:
             break
         value = inner[0]
         factors += factor
-    text = factors[0] if factors else ""
+    if not any("query" in decided_by(lines, x) for x in factors):  # the head's: 24 bytes spilled
+        return lines, whole, ""
+    text = factors[0]
     for factor in factors[1:]:
         text = f"__fmul_rn({factor}, {text})"
     return lines, value, text
