@@ -46,6 +46,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
+from unittest import mock
 
 import jax
 
@@ -53,7 +54,14 @@ from jax_flash import _gpu, _native
 from jax_flash._gpu import paged
 from jax_flash._gpu.sm90 import forward
 
-from . import decode_cases, float8_cases, quantized_cases, ragged_cases, serving_cases
+from . import (
+    decode_cases,
+    float8_cases,
+    latent_rows_cases,
+    quantized_cases,
+    ragged_cases,
+    serving_cases,
+)
 from .cases import BOTTOM_RIGHT, Case
 from .compare import compare_copies, compare_parts
 from .other_kernels import AsIfLong
@@ -141,6 +149,8 @@ LONG = (  # as calls of many queries and keys
     C("three warpgroups 128", H=128, T=300, S=333, N=4, K=2, causal=True),
     C("three warpgroups 72", H=72, T=390, S=250, sinks=True, kv_lengths=(201,)),
 )
+# With as many units a multiprocessor as large batches have.
+GROUPED = (C("three warpgroups, grouped heads", H=128, T=1024, S=1024, N=8, K=2, causal=True),)
 # float32 at default precision: float16 copies, and what they do not hold.
 CARRIED = (
     C("float32", dtype="float32", H=64, causal=True, N=4, K=2),
@@ -202,6 +212,28 @@ class EightBits:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentRows:
+    """A call of decode_attention with packed rows of latent attention."""
+
+    lengths: tuple[int, ...]
+    heads: int
+    tokens: int = 1
+    page: int | None = None
+    chosen: int | None = None
+
+    def check(self) -> None:
+        case = latent_rows_cases.draw(**vars(self))
+        case.compare(case.run("cuda"))
+
+
+LATENT_ROWS = {
+    "16 heads": LatentRows((300, 1, 0, 130), 16),
+    "16 heads, two tokens, pages of 16": LatentRows((290, 2), 16, tokens=2, page=16),
+    "8 heads, chosen": LatentRows((90, 170), 8, chosen=70),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Float8:
     """A call of flash_attention in float8, or an array that is quantised."""
 
@@ -229,6 +261,7 @@ class Check:
         | serving_cases.InCommon
         | serving_cases.EightBitPages
         | serving_cases.Tree
+        | LatentRows
     )
     family: str | None = None
     tiling: dict[str, int] | None = None  # of decode_attention
@@ -237,7 +270,7 @@ class Check:
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
         jax.clear_caches()  # of the same case by another family
-        if isinstance(self.case, Float8 | serving_cases.InCommon):
+        if isinstance(self.case, Float8 | LatentRows | serving_cases.InCommon):
             self.case.check()
             return
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
@@ -254,6 +287,9 @@ class Check:
                 decode_cases.compare(arguments, call.run("cuda"))
             elif self.long:
                 compare_parts(arguments, AsIfLong(arguments, "consumers", 3).run("cuda"))
+            elif self.case in GROUPED:
+                with mock.patch.object(forward, "multiprocessors", return_value=2):
+                    compare_parts(arguments, arguments.run("cuda"))
             elif self.case in CARRIED:
                 compare_copies(arguments, arguments.run("cuda"))
             else:
@@ -261,7 +297,7 @@ class Check:
 
 
 CHECKS = {
-    **{case.name: Check(case) for case in (*CASES, *CARRIED, *IN_PARTS)},
+    **{case.name: Check(case) for case in (*CASES, *GROUPED, *CARRIED, *IN_PARTS)},
     **{case.name: Check(case, long=True) for case in LONG},
     **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
@@ -274,6 +310,7 @@ CHECKS = {
     **{f"decode {case.name}": Check(case) for case in decode_cases.UNALIGNED},
     **{f"decode eight bits, {x[0].name}": Check(EightBits(*x)) for x in quantized_cases.CASES},
     **{f"float8 {x}": Check(Float8(x)) for x in (*float8_cases.CALLS, *float8_cases.QUANTISED)},
+    **{f"decode packed rows, {name}": Check(case) for name, case in LATENT_ROWS.items()},
     **{name: Check(*of_family) for name, of_family in OVER_PAGES.items()},
 }
 
