@@ -22,6 +22,15 @@ template <class Value>
 __device__ __forceinline__ Value uniform(Value value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
+// What all lanes have, and the compiler then knows. In a loop that lanes walk together what follows
+// from it stays in uniform registers.
+__device__ __forceinline__ uint32 known(uint32 value) {
+  return __reduce_max_sync(0xffffffffu, value);
+}
+// The same of a condition: behind any other one ptxas takes lanes for apart.
+__device__ __forceinline__ bool together(bool condition) {
+  return __any_sync(0xffffffffu, condition);
+}
 __device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
 // This thread's lane, read from the special register at each use.

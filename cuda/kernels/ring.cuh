@@ -20,6 +20,9 @@ struct Ring {
       phase ^= 1;
     }
   }
+  __device__ __forceinline__ Ring uniform() const {
+    return {static_cast<int>(ptx::known(at)), ptx::known(phase)};
+  }
   // The position that has come to this one by advance().
   __device__ __forceinline__ Ring before() const {
     return at == 0 ? Ring{kStages - 1, phase ^ 1} : Ring{at - 1, phase};
@@ -32,6 +35,8 @@ struct Ring<kStages, true> {  // one register
   __device__ __forceinline__ int barrier_offset() const { return passed % (8 * kStages); }
   __device__ __forceinline__ uint32 parity() const { return passed / (8 * kStages) & 1; }
   __device__ __forceinline__ void advance() { passed += 8; }
+  // The same, of which the compiler knows that all lanes of a warp have it.
+  __device__ __forceinline__ Ring uniform() const { return {ptx::known(passed)}; }
   __device__ __forceinline__ Ring before() const {
     return {static_cast<uint32>(ptx::opaque(static_cast<int>(passed))) - 8};
   }

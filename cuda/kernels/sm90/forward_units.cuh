@@ -406,7 +406,10 @@ struct Consumer : UnitResults {
       if constexpr (Operands::kAddsBlocks) clear_output();
       if constexpr (kApart && kValueAhead) wait_value();
 
-      while (!is_last()) {
+      // Where the compiler knows that lanes stay together and have one ring, a step waits for no
+      // shuffle of addresses, and the loop has no YIELD.
+      if constexpr (kTogether) key_ring = key_ring.uniform();
+      while (together(!is_last())) {
         if constexpr (kApart) {
           step_apart();
         } else if constexpr (kDrainsToHide) {

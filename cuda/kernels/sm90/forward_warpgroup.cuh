@@ -48,6 +48,12 @@ struct WarpgroupState : RowWalk,
   // Packed row of this thread, row = 0 or 1.
   __device__ __forceinline__ int packed_row(const UnitInfo& t, int row) const {
     const int thread = ptx::opaque(threadIdx.x);  // read again, not kept in a register
+    // The warpgroup's number, in a uniform register, would take one more to get here: 4 bytes
+    // spilled.
+    if constexpr (kTogether && !kSumsByProduct) {
+      return t.first_row + thread / 32 * 16 - kWarpgroupRows + thread % 32 / 4 +
+             fragment::kRowStep * row;
+    }
     return t.first_row + warpgroup * kWarpgroupRows + fragment::first_row(thread) +
            fragment::kRowStep * row;
   }
@@ -141,16 +147,17 @@ struct WarpgroupProducts : WarpgroupState {
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    operands.issue_scores(p, scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
-                          ptx::descriptor(key, JF_OFFSET(key), 0, KeyBlock::kGroupBytes));
+    operands.issue_scores(
+        p, scores, ptx::descriptor<kTogether>(query, JF_OFFSET(query), 0, 1024),
+        ptx::descriptor<kTogether>(key, JF_OFFSET(key), 0, KeyBlock::kGroupBytes));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValuePitch / 8 * value_at().barrier_offset();
     operands.begin_output(p, shared, value_at().stage(), block);
     ptx::wgmma_fence();
-    const auto tile =
-        ptx::descriptor(value, JF_OFFSET(value), ValueBlock::kBoxBytes, ValueBlock::kGroupBytes);
+    const auto tile = ptx::descriptor<kTogether>(value, JF_OFFSET(value), ValueBlock::kBoxBytes,
+                                                 ValueBlock::kGroupBytes);
     operands.issue_output(p, shared, value_at().stage(), output, scores, tile, accumulate);
     ptx::wgmma_commit();
   }
@@ -471,9 +478,9 @@ struct Warpgroup : WarpgroupProducts {
     add_terms(scores);
     score_function<kPreScale>(p, scores);
     const float scale = operands.logit_scale(p);
-    if (!plain) {
+    if (together(!plain)) {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
-      if (kSumsByProduct || searches) {
+      if (kSumsByProduct || together(searches)) {
         softmax.search<false>(scores, scale, correction);
         rescale_output(correction);
       }

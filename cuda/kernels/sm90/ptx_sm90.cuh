@@ -181,10 +181,13 @@ struct Descriptor {
   // a 64-bit sum stays in uniform registers, one instruction; two words would take one each.
   __device__ __forceinline__ uint64 at(uint32 bytes) const { return bits + bytes / 16; }
 };
-// Describes the operand `offset` bytes behind `address`. Constants join into one addition.
+// Describes the operand `offset` bytes behind `address`. Constants join into one addition. kKnown:
+// the compiler knows that all lanes have `address`.
+template <bool kKnown = false>
 __device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 offset,
                                                  uint32 leading_bytes, uint32 stride_bytes) {
-  const uint32 low = uniform(address / 16 + (offset / 16 | leading_bytes / 16 << 16));
+  uint32 low = address / 16 + (offset / 16 | leading_bytes / 16 << 16);
+  if constexpr (!kKnown) low = uniform(low);
   Descriptor result;
   asm("mov.b64 %0, {%1, %2};" : "=l"(result.bits) : "r"(low), "r"(stride_bytes / 16 | 1u << 30));
   return result;

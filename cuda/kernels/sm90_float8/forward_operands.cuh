@@ -17,12 +17,29 @@ namespace forward {
 
 static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale && kApart);
 
+// The scale of a block's values: read beside their product, where a register is left, or behind it.
+template <bool kIsAhead>
+struct ValueFactor {
+  __device__ __forceinline__ void read_value_factor(const Shared&, int) {}
+  __device__ __forceinline__ float value_factor(const Shared& shared, int stage) const {
+    return shared.value_factors[stage];
+  }
+};
+template <>
+struct ValueFactor<true> {
+  float held;
+  __device__ __forceinline__ void read_value_factor(const Shared& shared, int stage) {
+    held = shared.value_factors[stage];
+  }
+  __device__ __forceinline__ float value_factor(const Shared&, int) const { return held; }
+};
+
 // Tensor cores keep 14 bits of a sum of float8: those of one block start at zero, and are added to
 // the others by `fma`, with the factor of the block's values. They take the registers of its
 // scores, which are weights then: three warpgroups of 128 columns have no others. So `Scores` are
 // what a product adds to even where it begins at zero (`never`), or ptxas lets the sums of one
 // product and the next one live side by side, and spills 1,300 bytes.
-struct Operands {
+struct Operands : ValueFactor<kTogether> {
   // Up to 448. The largest weight of the first block is 44, which float8 has: later ones may be ten
   // times as large before a base rises. A sum of a thread's 16 up to the limit leaves none beyond
   // it.
@@ -95,7 +112,10 @@ struct Operands {
                                                int stage, int) {
     logit_factor = shared.query_factors[warp()] * shared.key_factors[stage];
   }
-  __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared&, int, int) {}
+  __device__ __forceinline__ void begin_output(const ForwardParams&, const Shared& shared,
+                                               int stage, int) {
+    read_value_factor(shared, stage);
+  }
   // This one's number among the consumers'.
   static __device__ __forceinline__ uint32 warp() {
     return static_cast<uint32>(ptx::opaque(threadIdx.x)) / 32 - 4;
@@ -176,7 +196,7 @@ struct Operands {
                                            Scores& scores) const {
     auto& sums = sums_of<kPart>(scores);
     ptx::pin(sums);
-    const float factor = shared.value_factors[stage];
+    const float factor = value_factor(shared, stage);
 #pragma unroll
     for (int i = 0; i < columns_of(kPart) / 2; ++i) {
       float& sum = output[kPart * columns_of(0) / 2 + i];
