@@ -379,15 +379,27 @@ __device__ __forceinline__ void sum_batch(const Params& p) {
       bias::Narrow::pack(sum.x, sum.y), bias::Narrow::pack(sum.z, sum.w)};
 }
 
-// The sum of the parts; 256 threads.
+// The sum of the parts, by CTAs of 256 threads for 32 elements. One thread for all 264 parts of an
+// element took 11 us (H200).
+inline constexpr int kPartElements = 32, kPartShares = 256 / kPartElements;
+
 template <class Params>
 __device__ __forceinline__ void sum_parts(const Params& p) {
-  const int64 index = static_cast<int64>(blockIdx.x) * 256 + threadIdx.x;
-  if (index >= p.bias_elements) return;
+  __shared__ float shares[kPartShares][kPartElements];
+  const int element = threadIdx.x % kPartElements, share = threadIdx.x / kPartElements;
+  const int64 index = static_cast<int64>(blockIdx.x) * kPartElements + element;
   float total = 0.f;
-  for (int part = 0; part < p.dbias_ctas; ++part) {
-    total += p.dbias_sum[part * p.bias_elements + index];
+  if (index < p.bias_elements) {
+#pragma unroll 8
+    for (int part = share; part < p.dbias_ctas; part += kPartShares) {
+      total += p.dbias_sum[part * p.bias_elements + index];
+    }
   }
+  shares[share][element] = total;
+  __syncthreads();
+  if (share != 0 || index >= p.bias_elements) return;
+#pragma unroll
+  for (int i = 1; i < kPartShares; ++i) total += shares[i][element];
   bias::store(p.dbias, index, total);
 }
 

@@ -207,6 +207,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   for (int base = 0; base < 64; base += kRows * kPrepareUnroll) {
     Piece<ResultElement> o[kPrepareUnroll];
     Piece<Element> d[kPrepareUnroll];
+    float lse[kPrepareUnroll], dlse[kPrepareUnroll];
     // Loads all columns, or the first kColumns.
     const auto load = [&](int i, int first) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
@@ -219,7 +220,17 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
       }
     };
 #pragma unroll
-    for (int i = 0; i < kPrepareUnroll; ++i) load(i, 0);
+    for (int i = 0; i < kPrepareUnroll; ++i) {
+      load(i, 0);
+      // With them: a row's, loaded behind its sum, took as long as the others once more.
+      const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
+      const int64 at = static_cast<int64>(head_index) * p.query_len + row;
+      lse[i] = kNegativeInfinity, dlse[i] = 0.f;
+      if (lane == 0 && row < queries) {
+        lse[i] = p.lse[at];
+        if (kHasDlse) dlse[i] = p.dlse[at];
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kPrepareUnroll; ++i) {
       float total = o[i].dot(d[i]);
@@ -234,25 +245,19 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
       }
       const int local = base + i * kRows + threadIdx.x / kLanes;
       if (lane == 0 && (!kCompact || row0 + local < stored_rows(p))) {
-        float lse = kNegativeInfinity;
-        const int row = row0 + local;
-        if (row < queries) {
-          const int64 at = static_cast<int64>(head_index) * p.query_len + row;
-          lse = p.lse[at];
-          if (kHasDlse) total -= p.dlse[at];
-        }
-        bool empty = lse == kNegativeInfinity;
+        if (kHasDlse) total -= dlse[i];
+        bool empty = lse[i] == kNegativeInfinity;
         if constexpr (!kFloat32) {
           // Logits of 1e10, or a bias of -1e10 for all keys, leave lse no bits for the weights:
           // they would be 2^300 or 0. No weight of float32 is above 1 (probability_of), which takes
           // a comparison for each. Bits of magnitudes: infinity and NaN do not count.
           constexpr uint32 kLeast = __builtin_bit_cast(uint32, 0x1p24f / kLog2E);
-          empty = empty || (__float_as_uint(lse) & 0x7fffffffu) - kLeast < 0x7f800000u - kLeast;
+          empty = empty || (__float_as_uint(lse[i]) & 0x7fffffffu) - kLeast < 0x7f800000u - kLeast;
         }
         if constexpr (kHasSinks) {
-          if (!empty && !is_finite(total)) empty = !sees_any(p, batch, head, row);
+          if (!empty && !is_finite(total)) empty = !sees_any(p, batch, head, row0 + local);
         }
-        p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
+        p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse[i] * kLog2E;
         if constexpr (kHasDropout) total *= keep_rate;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
       }

@@ -42,6 +42,7 @@ from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
 _FINISH_CTAS = 4  # of a multiprocessor, that look at marks
+_SUMMED = 32  # elements of a bias's gradient of a CTA of flash_backward_bias_sum
 _BATCH_ROWS, _BATCH_KEYS = 2, 64  # of a CTA that sums over batch rows: backward_bias_sum.cuh
 
 
@@ -349,7 +350,7 @@ class Backward:
             steps.append(self.kernel(entry, grid, 2 * tiling.block_kv, shared_bytes))
         if self._dbias_ctas > 1:
             elements = product(batch, heads, queries, keys)
-            steps.append(self.kernel("flash_backward_bias_sum", ceil_div(elements, 256), 256))
+            steps.append(self.kernel("flash_backward_bias_sum", ceil_div(elements, _SUMMED), 256))
         return tuple(steps)
 
     def _by_heads(self) -> list[Step]:

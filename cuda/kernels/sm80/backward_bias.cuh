@@ -1,7 +1,7 @@
 // The gradient of the bias by mma.sync. Two kernels after the others:
 //   kernel                    grid                              block             dynamic shared
 //   flash_backward_bias       blocks of the bias * dbias_ctas   bias_sum::kThreads   sizeof(Shared)
-//   flash_backward_bias_sum   elements of the bias / 256        256                  0
+//   flash_backward_bias_sum   elements of the bias / 32         256                  0
 #pragma once
 
 #include "backward_bias_sum.cuh"

@@ -3,7 +3,7 @@
 //   kernel                    grid                              block             dynamic shared
 //   flash_backward_bias       blocks of the bias * dbias_ctas   bias_sum::kThreads   sizeof(Shared)
 //     with kDbiasByHeads      bias_sum::batch_blocks            bias_sum::kThreads   0
-//   flash_backward_bias_sum   elements of the bias / 256        256                  0
+//   flash_backward_bias_sum   elements of the bias / 32         256                  0
 #pragma once
 
 #include "backward_bias_sum.cuh"
