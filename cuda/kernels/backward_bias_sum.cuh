@@ -380,7 +380,7 @@ __device__ __forceinline__ void sum_batch(const Params& p) {
 }
 
 // The sum of the parts, by CTAs of 256 threads for 32 elements. One thread for all 264 parts of an
-// element took 11 us (H200).
+// element took 6.6 us where this takes 3.0 (H200).
 inline constexpr int kPartElements = 32, kPartShares = 256 / kPartElements;
 
 template <class Params>

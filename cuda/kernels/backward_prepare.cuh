@@ -222,7 +222,8 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
 #pragma unroll
     for (int i = 0; i < kPrepareUnroll; ++i) {
       load(i, 0);
-      // With them: a row's, loaded behind its sum, took as long as the others once more.
+      // With them: behind a row's sum it took 1 us more of short calls, 5 of 42 of long ones
+      // (H200).
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
       const int64 at = static_cast<int64>(head_index) * p.query_len + row;
       lse[i] = kNegativeInfinity, dlse[i] = 0.f;

@@ -81,7 +81,7 @@ class CommonSchedule:
         """Rows that a thread of the preparing kernel reads at once, as its registers allow."""
         if is_wide(self.problem) or self.shapes.value_dim > 256:
             return 2
-        return 4 if self.shapes.value_dim <= 64 else 8
+        return 4 if self.shapes.value_dim <= 128 else 8
 
     @property
     def mask_resident(self) -> int:
