@@ -21,6 +21,7 @@ from jax_flash._gpu import (
     emit,
     few_scores,
     folding,
+    short_float32,
     sm80,
     sm90,
     sm90_float8,
@@ -114,7 +115,8 @@ def calls(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
 
     A float32 pass that carrier.py splits is two calls, any other one.
     """
-    if call.target in ("forward", "backward") and carrier.takes(call.problem):
+    split = call.target in ("forward", "backward") and carrier.takes(call.problem)
+    if split and not short_float32.takes(call, shapes, gpu):
         carried = carrier.carried(call)
         if not refuse(carried, shapes, gpu):
             return carried, carrier.rest(call)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from jax_flash._call import Call
-from jax_flash._gpu import sm90
+from jax_flash._gpu import carrier, short_float32, sm90
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
@@ -23,6 +23,10 @@ _FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
 # (2^23.3 scores) 207 to 129 us, with gradients 653 to 324; 16 x 16 x 2048, 8/1 of 64 (2^22) 54 and
 # 166 on XLA, 101 and 200 by kernels.
 _FLOAT32_TOGETHER = 1 << 23
+# Gradients of rows that fill half a block, folded, from so many elements of queries and of keys on:
+# H200, with forward: 64 x 25, 24 heads of 96 218 to 139; 100 x 10, 16 of 128 157 to 103; 465 x 8, 4
+# of 224 187 to 138; 32 x 48, 8 of 128 (2^20.6) 63 to 77; 308 x 4, 64 of 80 159 to 268.
+_COPIED_ELEMENTS, _COPIED_LENGTH, _COPIED_LEAST = 1_800_000, 64, 4
 _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 of the kernels' time
 # 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
@@ -115,10 +119,30 @@ def _read_once(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
 
 
 def _takes_float32(call: Call, shapes: Shapes, gpu: GpuSpec, scores: int) -> bool:
+    if short_float32.takes(call, shapes, gpu) or _copies_pay(call, shapes, gpu):
+        return False
     if scores <= _FLOAT32_SCORES:
         return True
     short = min(shapes.q_len, shapes.kv_len) <= _FLOAT32_LENGTH
     return short and not (scores >= _FLOAT32_TOGETHER and _read_once(call, shapes, gpu))
+
+
+def _copies_pay(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether gradients of short rows in float32 run on copies of what XLA would transpose.
+
+    Their forward pass shares these copies.
+    """
+    following = call.next if call.target == "forward" else call
+    if following is None or gpu.arch not in sm90.Sm90.architectures:
+        return False
+    if min(shapes.q_len, shapes.kv_len) <= _COPIED_LEAST or following.problem.score is not None:
+        return False
+    rows = shapes.batch * min(shapes.q_len * shapes.q_heads, shapes.kv_len * shapes.kv_heads)
+    if rows * min(shapes.head_dim, shapes.value_dim) < _COPIED_ELEMENTS:
+        return False
+    carried = carrier.carried(following)
+    folded = sm90.Sm90().folds(carried, shapes, gpu)
+    return folded * max(shapes.q_len, shapes.kv_len) >= _COPIED_LENGTH
 
 
 def _are_empty(call: Call, shapes: Shapes, scores: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_flash._call import Call
+from jax_flash._gpu import short_float32
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
@@ -64,6 +65,10 @@ class Sm80(Family):
         reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))
 
+    def folds(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> int:
+        taken = short_float32.takes(call, shapes, gpu)
+        return short_float32.folds(call, shapes) if taken else 1
+
     def outrun(self, call: Call, gpu: GpuSpec) -> tuple[str, ...]:
         if (
             call.problem.dtype == "float32"
@@ -92,6 +97,8 @@ class Sm80(Family):
             constants = tiling.constants(call.problem, shapes)
             launch = forward_launch(call, shapes, tiling)
         copied = (COPIED,) if call.problem.split == "carried" else ()
+        if short_float32.takes(call, shapes, gpu):
+            copied = (short_float32.NOTE,)
         return Plan(
             family=self.name,
             arch=gpu.arch,

@@ -76,7 +76,7 @@ class Sm90(Family):
         bare = is_bare(dataclasses.replace(problem, terms=()))
         if not bare or not folding.hides_keys(call, shapes):
             return 1
-        if problem.split or is_highest(problem) or problem.as_written:
+        if is_highest(problem) or problem.as_written:
             return 1
         lengths = shapes.q_len, shapes.kv_len
         if not all(isinstance(x, int) for x in (batch, *lengths, shapes.q_heads)):
