@@ -57,6 +57,8 @@ SHAPES = (
       kv_lengths=(140, 0, 9), softcap=4.0, with_lse=True),
     C("folded float32", batch=(60,), T=3, S=300, N=20, K=2, H=88, mask="b11s", dtype="float32",
       with_lse=True),
+    C("folded rows float32", batch=(96,), T=25, S=25, N=8, K=8, H=96, causal=True, dtype="float32",
+      with_lse=True),
     C("folded token", batch=(30,), T=1, S=300, N=21, K=3, H=64, mask="1n1s", bias="bn1s"),
     # Dims.
     *(C(f"dims {H} {Hv}", H=H, Hv=Hv, T=140, S=150, N=4, K=2, causal=True, with_lse=True)

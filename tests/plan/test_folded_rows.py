@@ -76,10 +76,10 @@ def test_a_mask_of_keys_too(sizes: tuple[int, ...], folded: int):
 
 
 def test_plain_calls_alone():
-    for change in (
-        {"softcap": 30.0}, {"terms": ("sinks",)}, {"dtype": "float32"}, {"as_written": True}
-    ):  # fmt: skip
+    exact = {"dtype": "float32", "precision": "highest"}
+    for change in ({"softcap": 30.0}, {"terms": ("sinks",)}, exact, {"as_written": True}):
         assert rows("forward", {}, **change) == 1
+    assert rows("backward", {}, dtype="float32") == 8
     assert rows("backward", {}, window=(3, 0), deterministic=True, dtype="float16") == 8
     assert rows("forward", {}, gpu="A100") == 1
 
