@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jax_flash import _gpu, _simplify
-from jax_flash._gpu import sm90
+from jax_flash._gpu import short_float32, sm90
 
 from .cases import Arguments, Case
 
@@ -107,4 +107,38 @@ class AsWritten:
             got = self.arguments.run(backend, **options)
         if found != {not self.on}:
             raise ValueError(f"kernels are planned with {self.constant} {found}")
+        return got
+
+
+@dataclasses.dataclass
+class AsIfManyRows:
+    """Arguments in float32 whose few short rows are folded, so many, as those of large batches."""
+
+    arguments: Arguments
+    rows: int
+
+    @property
+    def case(self) -> Case:
+        return self.arguments.case
+
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        takes, folded = short_float32.takes, []
+
+        def taken(call, shapes, gpu):
+            found = takes(dataclasses.replace(call, backend=None), shapes, gpu)
+            folded.append(found and short_float32.folds(call, shapes))
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(short_float32, "takes", taken)
+            patch.setattr(short_float32, "_SUMMED", 0)
+            patch.setattr(short_float32, "_FOLDED", 1)
+            patch.setattr(short_float32, "_FEW_LENGTHS", range(1, 33))
+            jax.clear_caches()
+            try:
+                got = self.arguments.run(backend, **options)
+            finally:
+                jax.clear_caches()
+        if self.rows not in folded:
+            raise ValueError(f"{folded} rows are folded, not {self.rows}")
         return got
