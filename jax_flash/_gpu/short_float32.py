@@ -17,7 +17,8 @@ _TIMED = {"bias", "mask", "dropout_state", *folding.LENGTHS, *folding.SEGMENTS}
 # H200, us, XLA's products to these: 16 x 64, 16 heads of 64, causal 26 to 11; 32 x 48, 8 of 128 28
 # to 14; 4 x 128, 8 of 64 19 to 10; 64 x 25, 24 of 96 78 to 45; 7 x 104 and 16 keys, 40 of 80 30 to
 # 20. 29 x 65 and 116, 40 of 144 take 330, copies 160; 114 x 32, 40/1 of 64 117, XLA 55.
-_LENGTH, _WIDE_LENGTH, _BLOCK, _UNITS = 128, 64, 64, 2048
+# 73 x 109 and 102, 6 of 128, 876 units of two blocks, 77, copies 72.
+_LENGTH, _WIDE_LENGTH, _BLOCK, _BLOCKS, _LONG_BLOCKS = 128, 64, 64, 2048, 1024
 _SUMMED, _MET = 1 << 21, 4  # multiplications, and times that an element is met: XLA's sums
 _FILLED, _UNFILLED_UNITS = 20, 512  # 162 x 14, 16 of 56 66 for 59; 64 x 12, 8 of 64 14 both
 # Rows are folded from here on: 64 x 12, 8 of 64 14 to 10; 6 x 32, 2 of 232 11 to 21.
@@ -57,7 +58,8 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return False
     rows = folds(call, shapes)
     filled = rows * queries >= _FILLED or units <= _UNFILLED_UNITS
-    return filled and units // rows * -(-rows * queries // _BLOCK) <= _UNITS
+    blocks = units // rows * -(-rows * queries // _BLOCK)
+    return filled and blocks <= (_BLOCKS if most <= _BLOCK else _LONG_BLOCKS)
 
 
 def folds(call: Call, shapes: Shapes) -> int:

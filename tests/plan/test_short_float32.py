@@ -44,6 +44,7 @@ def ways(sizes: tuple[int, ...], gpu: _gpu.GpuSpec = H200, **of) -> list[str]:
         ((1, 32, 32, 2, 2, 64), XLA, XLA),  # which sums products
         ((3000, 4, 4, 2, 2, 64), XLA, XLA),
         ((20, 128, 128, 8, 8, 128), PARTS, COPIES),
+        ((65, 128, 128, 8, 8, 128), COPIES, COPIES),
         ((20, 128, 129, 8, 8, 128), COPIES, COPIES),
         ((20, 65, 65, 8, 8, 136), COPIES, COPIES),
         ((64, 32, 32, 8, 1, 64), XLA, XLA),  # XLA copies no keys of one head
