@@ -13,6 +13,10 @@
 template <class Params, bool kExists = kHasScoreFunction>
 struct ScoreFunction {  // none
   __device__ __forceinline__ void read(const Params&, int, int) {}
+  template <class Query>
+  __device__ __forceinline__ int of_query(const Query&) const {
+    return 0;
+  }
   template <class Query, class Key>
   __device__ __forceinline__ float value(const Params&, float score, const Query&,
                                          const Key&) const {
