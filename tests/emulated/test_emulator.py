@@ -84,12 +84,12 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
     ("file", "old", "new", "error"),
     [
         pytest.param(
-            "sm90/forward_warpgroup.cuh", "    release(key_empty());\n", "",
+            "sm90/forward_products.cuh", "    release(key_empty());\n", "",
             r"deadlock(.|\n)*threads 0: mbarrier .* 8 of 8 arrivals .*forward::Producer",
             id="an arrival is missing",
         ),
         pytest.param(
-            "sm90/forward_warpgroup.cuh",
+            "sm90/forward_products.cuh",
             "ptx::barrier_wait(value_full(), value_at().parity());", "",
             "a CTA ends with copies in flight", id="values are not waited for",
         ),
@@ -106,7 +106,7 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
             r"a store: \d+ bytes at byte \d+ of ", id="rows past the end",  # of the one below
         ),
         pytest.param(
-            "sm90/forward_warpgroup.cuh", "kKeyBytes / 8 * key_ring.barrier_offset()",
+            "sm90/forward_products.cuh", "kKeyBytes / 8 * key_ring.barrier_offset()",
             "kKeyBytes / 8 * (key_ring.barrier_offset() + 52)",
             "wgmma: bytes .* of shared memory, which has", id="beyond shared memory",
         ),
@@ -135,7 +135,7 @@ def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator
             "        return true;", BACKWARDS, id="a product is not waited for",
         ),
         pytest.param(
-            "sm90/forward_warpgroup.cuh", "kValuePitch / 8 * value_at().barrier_offset()",
+            "sm90/forward_products.cuh", "kValuePitch / 8 * value_at().barrier_offset()",
             "kValuePitch / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
         ),
         pytest.param(

@@ -157,7 +157,7 @@ COMMON: Flags = {
         *(False, ["128", "segments", "mask deterministic"]),
     ),
     "kDirection": (-1, ["causal", "causal positions"], 1, ["128", "left"]),
-    "kPrepareUnroll": (2, ["float32"], 4, ["128", "256"]),
+    "kPrepareUnroll": (8, ["256"], 4, ["128"]),
     "kMaskResident": (4, ["mask blocks"], 0, ["mask", "blocks"]),
     "kFinishResident": (2, ["float32"], 3, ["128", "256"]),
     "kSumBeginsAhead": (True, ["bias"], False, ["bias causal", "bias dropout"]),
@@ -289,6 +289,8 @@ DERIVED = {
     "kLoad": "elements of a tile of the mask that a thread loads",
     "kCount": "rows of a tile that a thread loads at once",
     "kAtOnce": "elements of a row of dq that are added at once",
+    "kTogether": "of float8, ptxas is told that a warp's lanes walk together",
+    "kLeavesFactor": "a row's factor of scores is the exponential's",
     "kPart": "columns between two calls of what goes beside exponentials",
 }
 

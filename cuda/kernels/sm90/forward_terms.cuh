@@ -1,6 +1,6 @@
 // What a consumer warpgroup holds of terms from block to block: a bias, the line of a function,
 // draws of dropout, bits of a mask. Each is a struct, empty where a call lacks its term. Read
-// forward_warpgroup.cuh next.
+// forward_products.cuh next.
 #pragma once
 
 #include "sm90/forward_common.cuh"

@@ -406,8 +406,6 @@ struct Consumer : UnitResults {
       if constexpr (Operands::kAddsBlocks) clear_output();
       if constexpr (kApart && kValueAhead) wait_value();
 
-      // Where the compiler knows that lanes stay together and have one ring, a step waits for no
-      // shuffle of addresses, and the loop has no YIELD.
       if constexpr (kTogether) key_ring = key_ring.uniform();
       while (together(!is_last())) {
         if constexpr (kApart) {
@@ -422,7 +420,6 @@ struct Consumer : UnitResults {
           step<kDrains, kUnknown>(accumulate);
         }
       }
-
       // The last block's output. If the next unit's Q and K are here, its first scores run beside
       // this unit's epilogue. Two whole branches: wgmma in flight where they join would serialise.
       wait_value();
