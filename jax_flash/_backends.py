@@ -151,9 +151,9 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
     asked, wanted, following = shapes, results_of(call, operands), call.next
-    call, folded = _gpu.folded(call, shapes, gpu)
+    was, (call, folded) = call.problem, _gpu.folded(call, shapes, gpu)
     if folded != asked:
-        named, shapes = _gpu.folding.fold_operands(call, named, folded), folded
+        named, shapes = _gpu.folding.fold_operands(call, was, named, folded), folded
     named = _padded(named, _gpu.padded(call, shapes, gpu))
     results = results_of(call, [*named.values()])
     calls = _gpu.calls(call, shapes, gpu)

@@ -3,6 +3,7 @@
     softcap  a function of the scores that is a softcap is the term softcap
     window   a block mask that is a window is a window
     chunks   chunks of a block mask, of one length, are batch rows
+    last     one query that stands at the last key has no causality
     layout   a block mask of whole blocks says that no block has bits ("cuda")
     lines    a function of the scores says which lines of the distance it adds ("cuda")
 
@@ -97,7 +98,7 @@ _OF_BLOCK_MASK = ("block_numbers", "block_bits")
 def simplify(given: Arguments) -> tuple[Arguments, tuple[str, ...]]:
     """Tries the rewrites in their order; returns also the names of those that were taken."""
     taken = []
-    for rewrite in () if given.problem.as_written else (softcap, window, chunks, layout):
+    for rewrite in () if given.problem.as_written else (softcap, window, chunks, last, layout):
         made = rewrite(given)
         if made is not None:
             given = made
@@ -184,6 +185,18 @@ def chunks(given: Arguments) -> Arguments | None:
         return None
     query, key, value = (x.reshape(*x.shape[:-3], count, mask.chunk, *x.shape[-2:]) for x in arrays)
     return dataclasses.replace(given.without_block_mask(), query=query, key=key, value=value)
+
+
+def last(given: Arguments) -> Arguments | None:
+    """One query aligned with the last key, as a step of decoding is, sees as many keys without.
+
+    Values: no key of its row has a later position; lengths hide what is beyond.
+    Assumes: nothing.
+    """
+    left, right = given.problem.window
+    if not given.problem.bottom_right or right is None or right < 0 or given.q_len != 1:
+        return None
+    return given.changed(window=(left, None), bottom_right=left is not None)
 
 
 def _parts(x: jax.Array) -> int:

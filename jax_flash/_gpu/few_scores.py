@@ -28,10 +28,16 @@ _FLOAT32_TOGETHER = 1 << 23
 # of 224 187 to 138; 32 x 48, 8 of 128 (2^20.6) 63 to 77; 308 x 4, 64 of 80 159 to 268.
 _COPIED_ELEMENTS, _COPIED_LENGTH, _COPIED_LEAST = 1_800_000, 64, 4
 _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 of the kernels' time
+_SHARED_KEYS = 32  # so few, fewer heads too: H200, 1015 x 10, 3/1 heads of 256 201 to 68 us
 # 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
+# Rows of heads that share keys, whose units are the emptiest, H200: 604 x 4, 4/2 heads of 64 13 to
+# 11 us, with gradients 50 to 22, 1578 x 5, 4/2 of 16 20 to 15, 45 to 34; 922 x 5, 4/2 of 40, of
+# 2^21.8, 16 to 19, 51 to 45. Forward alone XLA copies queries of such heads: 3 x 256 and 2 keys,
+# 12/3 of 80 take 8 us by kernels, 16 by products.
+_SHORT, _LITTLE_SHORT, _COPIED_QUERIES = 8, 3 << 20, 64
 # 16 bits, a few queries too: H200, us and with gradients, 512 x 4, 12 heads of 64, a mask 15 to 12,
 # 40 to 26; 12/4 heads 27 to 17, 53 to 31; 128 x 6 and 3 keys, 8 of 128 11 to 7, 32 to 15. Kernels
 # take less for more queries, 512 x 16 and 4 keys 26 us for 32, 6 x 1024 and 2, 40 of 96 51 for 98,
@@ -44,7 +50,16 @@ _LOADED_TERMS = {"bias", "mask", "query_lengths", "key_value_lengths"}
 # 16 bits, rows in words of 2 or 4 bytes, which warps load, of any term but functions. H200, us
 # forward and with gradients: 63 x 6, 40/2 heads of 183 128 to 26, 360 to 69; 1 x 512, one head of
 # 169 50 to 14, 158 to 35 (both odd: words of 2 bytes); 2 x 32, 3/1 of 170 7.7 to 4.5, 36 to 22.
+# XLA's copies of more keys take longer: 3 x 8 x 178, 32 of 215 28 to 31, 82 to 153. Other words
+# by keys that are few: 90 x 5 x 64, 3/1 of 42 18 to 7, 42 to 24.
 _ODD_SCORES, _EVEN_SCORES = 1 << 18, 1 << 15
+_ODD_KEYS, _EVEN_FEW, _EVEN_KEYS = 1 << 21, 1 << 17, 1 << 18
+# Rows of heads that share keys, loaded by warps, with gradients, H200: 304 x 17, 20/4 of 198 585 to
+# 443 us, 372 x 21, 15/3 of 199 652 to 581, 188 x 28, 25/5 of 194 586 to 542, 438 x 29 1458 to 1802.
+_LOADED_LENGTH, _LOADED_MOST = 28, 1 << 22
+# Gradients of a bias that rows share, of wide heads: kernels read keys again, a row behind the
+# other. H200: 27 x 4 x 1024, 12/4 of 248 587 to 376 us, 24 x 3 x 1536, 21/7 of 256 1205 to 737.
+_SHARED_BIAS_QUERIES = 4
 # 16 bits, such rows of any words, 8 x 8 scores a head and row: H200, 256 x 8, 3/1 heads of 100 24
 # to 14 us, with gradients 56 to 42. 16 x 16 scores take 1.2 times as long.
 _LOADED_UNIT, _LOADED_UNITS = 8 * 8, 512
@@ -71,6 +86,8 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     """
     if call.target not in ("forward", "backward") or call.backend is not None:
         return False
+    if call.next is not None:  # both passes of a program share products
+        call = call.next
     sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
     if "indices" in call.operands:  # whose products XLA makes of what it gathers first
         return False
@@ -84,14 +101,17 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return _takes_float32(call, shapes, gpu, scores)
     if keys == 1:
         return True
-    little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
-    own = heads == shapes.kv_heads
+    widest = max(shapes.head_dim, shapes.value_dim)
+    own, backward = heads == shapes.kv_heads, call.target == "backward"
+    little = scores * widest <= (_LITTLE if own or max(queries, keys) > _SHORT else _LITTLE_SHORT)
+    if not own and not backward and queries > _COPIED_QUERIES:
+        little = False
     simple = _LOADED_TERMS.issuperset(call.problem.terms)
     simple &= call.problem.softcap is None and call.problem.score is None
     if simple and keys <= _FEW_KEYS:
         if queries <= _FEW_QUERIES and scores <= _FEW_KEYS_SCORES:
             return True
-        if scores * max(shapes.head_dim, shapes.value_dim) <= _FEW_KEYS_LITTLE:
+        if scores * widest <= _FEW_KEYS_LITTLE and (own or backward or queries <= _COPIED_QUERIES):
             return True
     loaded = own and not sm90.tma_loads_of(shapes) and _LOADED_TERMS.issuperset(call.problem.terms)
     if loaded and keys <= _LOADED_KEYS and scores <= _LOADED_SCORES:
@@ -100,7 +120,9 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return True
     if _are_empty(call, shapes, scores) or _load_slowly(call, shapes, scores):
         return True
-    if _walk_long(shapes, scores):
+    if _walk_long(shapes, scores) or _walk_beside_terms(call, shapes):
+        return True
+    if backward and (_add_slowly(call, shapes) or _are_loaded(call, shapes, scores)):
         return True
     if little and min(queries, keys) <= (_LITTLE_OWN if own else _LITTLE_LENGTH):
         return True
@@ -110,7 +132,8 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     if batch >= _ROWS and _read_once(call, shapes, gpu):
         return False
     units = batch * heads * -(-keys // 128)
-    return queries <= _SHARED_QUERIES and heads >= _GROUP and units >= _UNITS
+    enough = heads >= (_GROUP if keys > _SHARED_KEYS else 2)
+    return queries <= _SHARED_QUERIES and enough and units >= _UNITS
 
 
 def _read_once(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
@@ -167,7 +190,10 @@ def _load_slowly(call: Call, shapes: Shapes, scores: int) -> bool:
     if call.target == "forward" and sm90.early_tiles(call.problem, shapes) is not None:
         return False
     odd = math.gcd(shapes.head_dim, shapes.value_dim, 4)
-    if odd < 4 and scores <= (_ODD_SCORES if odd == 1 else _EVEN_SCORES):
+    read = shapes.batch * shapes.kv_heads * shapes.kv_len * max(shapes.head_dim, shapes.value_dim)
+    if odd == 1 and scores <= _ODD_SCORES and read <= _ODD_KEYS:
+        return True
+    if odd == 2 and scores <= (_EVEN_FEW if read <= _EVEN_KEYS else _EVEN_SCORES):
         return True
     units = shapes.batch * shapes.q_heads
     return units >= _LOADED_UNITS and scores <= min(units * _LOADED_UNIT, _ODD_SCORES)
@@ -178,3 +204,45 @@ def _walk_long(shapes: Shapes, scores: int) -> bool:
     widest = max(shapes.head_dim, shapes.value_dim)
     few = shapes.batch * shapes.q_heads <= _WALK_HEADS and shapes.q_len <= _WALK_QUERIES
     return few and shapes.kv_len >= _WALK_KEYS and widest > 128 and scores * widest <= _WALK
+
+
+def _walk_beside_terms(call: Call, shapes: Shapes) -> bool:
+    """Tells whether units that are no round walk long keys of one head beside a bias or a mask.
+
+    us of an H200: 17 x 32 x 3035, 2/1 heads of 128, a bias 65 by kernels, 59 by products; 11 x 34 x
+    3120, 2/1 of 136 64 to 37; 25 x 31 x 3184, 2/1 of 160 66 to 75; 10 x 99 x 614, one of 168, a
+    mask 21 to 19. A block of keys takes 0.7 us where heads are narrow and TMA loads the bias.
+    """
+    terms, problem = {*call.problem.terms}, call.problem
+    simple = problem.softcap is None and problem.score is None and problem.dtype == "bfloat16"
+    if not simple or not {"bias", "mask"} & terms or not terms <= _LOADED_TERMS:
+        return False
+    if call.target != "forward" or shapes.kv_heads != 1:
+        return False
+    if shapes.batch * shapes.q_heads * -(-shapes.q_len // 128) > _UNITS // 2:
+        return False
+    widest = max(shapes.head_dim, shapes.value_dim)
+    slow = widest > 128 or (shapes.bias is not None and shapes.kv_len % 8 > 0)
+    rows = shapes.batch * shapes.kv_len / 1e6
+    products = rows * (shapes.head_dim + shapes.value_dim + 7.5 * shapes.q_heads * shapes.q_len)
+    return 7 + (1.3 if slow else 0.7) * -(-shapes.kv_len // 64) > 12 + products
+
+
+def _are_loaded(call: Call, shapes: Shapes, scores: int) -> bool:
+    """Tells whether warps load short rows of heads that share keys, by words of 2 or 4 bytes."""
+    if math.gcd(shapes.head_dim, shapes.value_dim, 4) == 4 or shapes.q_heads == shapes.kv_heads:
+        return False
+    simple = _LOADED_TERMS.issuperset(call.problem.terms) and call.problem.score is None
+    short = max(shapes.q_len, shapes.kv_len) <= _LOADED_LENGTH
+    return simple and short and scores <= _LOADED_MOST
+
+
+def _add_slowly(call: Call, shapes: Shapes) -> bool:
+    """Tells whether dS of few queries is computed again for a bias that rows share.
+
+    XLA's products of float16 take longer than those of bfloat16 where it does not tune them.
+    """
+    wide = max(shapes.head_dim, shapes.value_dim) > 128
+    shared = "dbias" in call.results and shapes.bias is not None and shapes.bias.batch == 1
+    few = shapes.q_len <= _SHARED_BIAS_QUERIES and call.problem.dtype == "bfloat16"
+    return wide and shared and few and shapes.batch > 1

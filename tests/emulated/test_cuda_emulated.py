@@ -53,6 +53,11 @@ CASES = (
     C("sums in dq", T=256, H=128, K=1, causal=True),
     C("rows of 16, folded", batch=(136,), T=16, S=16, N=2, K=2, causal=True),
     C("rows of 8, a mask of keys, folded", batch=(136,), T=8, S=9, N=2, K=2, mask="b11s"),
+    C("rows of 2, cut, folded", batch=(67,), T=2, S=2, N=33, K=33, H=16, causal=True),
+    C("rows by positions, folded", batch=(136,), T=5, S=40, N=2, K=2, causal=True,
+      align=BOTTOM_RIGHT),
+    C("heads by positions, folded", T=3, S=70, N=12, K=1, H=192, causal=True,
+      align=BOTTOM_RIGHT),
     # Which pairs there are.
     C("window", window=(70, 20), T=300, S=300, softcap=5.0),
     C("softcap far", softcap=0.5, scale=-0.3),

@@ -115,6 +115,25 @@ def test_values_are_those_of_the_call_as_written(backend: str, name: str):
             close(got, attend(backend, **given), rtol=2e-6)
 
 
+@pytest.mark.parametrize("window", [None, (3, None)])
+def test_one_query_at_the_last_key_has_no_causality(window: tuple[int, None] | None):
+    q, k, v = normal(0, B, 1, N, H), normal(1, B, 9, K, H), normal(2, B, 9, K, H)
+    lengths = jnp.array([4, 9], jnp.int32)
+    aligned = {"is_causal": True, "causal_align": "bottom_right", "local_window_size": window}
+
+    def attend(**options: Any) -> jax.Array:
+        return jax_flash.flash_attention(
+            q, k, v, key_value_seq_lengths=lengths, return_lse=True, backend="xla", **options
+        )
+
+    assert jax_flash.explain(q, k, v, backend="xla", **aligned).rewrites == ("last",)
+    for other in ({"causal_align": "top_left"}, {"is_causal": False}):
+        assert jax_flash.explain(q, k, v, backend="xla", **aligned | other).rewrites == ()
+    got = attend(**aligned)
+    with _simplify.as_written():
+        close(got, attend(**aligned), rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("f", "cap"),
     [

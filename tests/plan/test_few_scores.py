@@ -12,7 +12,7 @@ import pytest
 import jax_flash
 from jax_flash import _backends, _gpu, _products
 from jax_flash._ops import passes
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Problem, Shapes, TermShape
 
 from ..conftest import needs_module
 
@@ -35,8 +35,8 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"kv_len": 5, "kv_heads": 8, "batch": 3000}, False),
         ("bfloat16", {"kv_len": 4, "kv_heads": 4, "batch": 2048, "q_len": 8}, True),
         ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1500, "q_len": 9}, False),
-        ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 512}, True),
-        ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 513}, False),
+        ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 512, "kv_heads": 8}, True),
+        ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 513, "kv_heads": 8}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
@@ -77,11 +77,15 @@ def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
         ((1, 512, 512, 1, 1, 169), True),  # words of 2 bytes
         ((1, 512, 513, 1, 1, 169), False),
         ((2, 32, 32, 3, 1, 170), True),  # of 4
-        ((11, 32, 32, 3, 1, 170), False),
-        ((256, 8, 8, 3, 1, 100), True),  # of 8: many units of few scores
-        ((170, 8, 8, 3, 1, 100), False),
-        ((256, 8, 9, 3, 1, 100), False),
-        ((256, 8, 8, 3, 1, 104), False),  # by TMA
+        ((11, 32, 32, 3, 1, 170), True),
+        ((43, 32, 32, 3, 1, 170), False),  # more than 2^17 scores
+        ((11, 32, 32, 3, 3, 254), False),  # keys of more than 2^18 elements
+        ((1, 8, 178, 32, 32, 215), True),
+        ((3, 8, 178, 32, 32, 215), False),  # keys of more than 2^21
+        ((128, 8, 8, 4, 2, 100), True),  # of 8: many units of few scores
+        ((127, 8, 8, 4, 2, 100), False),
+        ((256, 8, 9, 4, 2, 100), False),
+        ((256, 8, 8, 4, 2, 104), False),  # by TMA
         ((1, 2, 512, 20, 1, 232), True),  # a long walk
         ((1, 2, 511, 20, 1, 232), False),
         ((1, 2, 512, 20, 1, 128), False),
@@ -93,6 +97,59 @@ def test_which_where_kernels_load_or_walk_long(sizes: tuple[int, ...], taken: bo
     shapes = Shapes(*sizes, sizes[-1])
     for call in passes(Problem(dtype="bfloat16", scale=0.1)).values():
         assert _gpu.few_scores.takes(call, shapes, H200) == taken
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward", "backward"),
+    [
+        ((3, 256, 2, 12, 3, 80), False, True),  # XLA copies queries of heads that share keys
+        ((3, 64, 2, 12, 3, 80), True, True),
+        ((604, 4, 4, 4, 2, 64), True, True),
+        ((922, 5, 5, 4, 2, 40), False, False),  # more than 3 x 2^20
+        ((604, 4, 4, 4, 4, 64), True, True),  # few keys
+        ((430, 5, 5, 2, 2, 104), False, False),  # heads of their own
+        ((304, 17, 17, 20, 4, 198), False, True),  # loaded by warps
+        ((304, 17, 17, 20, 4, 200), False, False),
+        ((304, 17, 17, 20, 20, 198), False, False),
+        ((438, 29, 29, 30, 6, 195), False, False),
+        ((1015, 10, 10, 3, 1, 256), True, True),  # few keys of one head
+        ((100, 10, 33, 3, 1, 256), False, False),
+    ],
+)
+def test_which_of_one_pass(sizes: tuple[int, ...], forward: bool, backward: bool):
+    shapes = Shapes(*sizes, sizes[-1])
+    calls = passes(Problem(dtype="bfloat16", scale=0.1, window=(None, 0)))
+    taken = {name: _gpu.few_scores.takes(call, shapes, H200) for name, call in calls.items()}
+    assert taken == {"forward": forward, "backward": backward}
+    both = dataclasses.replace(calls["forward"], gradients=("q", "k", "v"))
+    assert _gpu.few_scores.takes(both, shapes, H200) == backward  # where its gradients run
+
+
+def test_which_beside_a_mask_of_long_keys():
+    problem = Problem(dtype="bfloat16", scale=0.1, terms=("mask",))
+    calls = passes(problem)
+    for keys, heads, taken in ((614, 1, True), (512, 1, False), (614, 14, False)):
+        shapes = Shapes(10, 99, keys, heads, 1, 168, 168)
+        assert _gpu.few_scores.takes(calls["forward"], shapes, H200) == taken
+        assert not _gpu.few_scores.takes(calls["backward"], shapes, H200)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "taken"),
+    [
+        ({}, "bfloat16", True),
+        ({}, "float16", False),  # not tuned
+        ({"q_len": 5}, "bfloat16", False),
+        ({"head_dim": 128, "value_dim": 128}, "bfloat16", False),
+        ({"bias": TermShape("bfloat16", 27, 12, 4, 1024)}, "bfloat16", False),
+    ],
+)
+def test_gradient_of_a_bias_that_rows_share(change: dict[str, Any], dtype: str, taken: bool):
+    bias = TermShape("bfloat16", 1, 12, 4, 1024)
+    shapes = dataclasses.replace(Shapes(27, 4, 1024, 12, 4, 248, 248, bias=bias), **change)
+    call = passes(Problem(dtype=dtype, scale=0.1, terms=("bias",)))["backward"]
+    assert "dbias" in call.results
+    assert _gpu.few_scores.takes(call, shapes, H200) == taken
 
 
 def test_boxes_that_begin_early_load_fast_enough():

@@ -23,7 +23,7 @@ def group(which: str, sizes: dict[str, Any], *, gpu: str = "H200", **of: Any) ->
     problem = Problem(**{"dtype": "bfloat16", "scale": 0.1, **of})
     call, shapes = passes(problem)[which], dataclasses.replace(SHAPES, **sizes)
     taken, folded = _gpu.folded(call, shapes, _gpu.spec.GPUS[gpu])
-    assert taken == call
+    assert taken == call or ("query_positions" in taken.problem.terms) == (folded != shapes)
     assert folded.q_heads * folded.q_len == shapes.q_heads * shapes.q_len
     return shapes.q_heads // folded.q_heads
 
@@ -43,6 +43,16 @@ def group(which: str, sizes: dict[str, Any], *, gpu: str = "H200", **of: Any) ->
 def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
     assert group("forward", sizes) == forward
     assert group("backward", sizes) == backward
+
+
+def test_gradients_of_a_window_are_by_positions():
+    window = {"window": (None, 0), "bottom_right": True}
+    for sizes in ({"q_len": 4}, {"q_len": 4, "batch": 2, "kv_len": 92}, {"q_len": 8}):
+        assert group("forward", sizes | {"head_dim": 136}, **window) == 1
+        assert group("backward", sizes | {"head_dim": 136}, **window) == 20
+        assert group("backward", sizes, **window) == 1
+    assert group("backward", {"q_len": 9, "head_dim": 136}, **window) == 1
+    assert group("backward", {"q_len": 4, "head_dim": 136}, dtype="float32", **window) == 1
 
 
 def test_positions_hide_nothing():
@@ -68,16 +78,14 @@ def test_float32(precision: str):
     assert {plan.dims["N"] for plan in made} == {2}
 
 
-def test_folded_once():
-    """Rows of folded heads, which are short too, are not folded: operands are made for one."""
+def test_rows_come_first():
+    """Their arrays need no copies."""
     shapes = Shapes(60, 2, 16, 40, 8, 200, 200)
     gpu = _gpu.spec.GPUS["H100"]
     call = passes(Problem("bfloat16", 0.1))["forward"]
     taken, sizes = _gpu.folded(call, shapes, gpu)
-    assert (sizes.q_heads, sizes.q_len) == (8, 10)
-    assert _gpu.folded(taken, sizes, gpu) != (taken, sizes)
+    assert (sizes.batch, sizes.q_heads, sizes.q_len) == (10, 40, 12)
     (made,) = _gpu.plans_of_folded(taken, sizes, gpu)
-    assert len(made.operands) == len(taken.operands)
     assert made.operands == _gpu.plans(call, shapes, gpu)[0].operands
 
 
@@ -144,6 +152,7 @@ def test_kernels_run_what_xla_would_copy_the_keys_for(uncompiled):
     [
         (1, {"bias": (1, 1, 6, 1, 9), "mask": (2, 3, 6, 1, 9)}),
         (1, {"bias": (2, 3, 1, 1, 9), "key_value_lengths": (2, 3)}),
+        (4, {}),  # a window, by positions
         (4, {"mask": (2, 3, 1, 1, 9), "query_lengths": (2, 3), "key_value_lengths": (2, 3)}),
     ],
 )
@@ -163,12 +172,13 @@ def test_values_are_the_same(q_len: int, terms: dict[str, tuple[int, ...]]):
             else:
                 most = q_len if name == "query_lengths" else 9
                 named[name] = jax.random.randint(next(keys), shape, 0, most + 1, jnp.int32)
-        problem = Problem("float64", scale=0.3, terms=tuple(terms))
+        window = {} if terms else {"window": (None, 0), "bottom_right": True}
+        problem = Problem("float64", scale=0.3, terms=tuple(terms), **window)
         for which, call in passes(problem, backend="xla", with_dlse=True).items():
             shapes = call.shapes(named)
             assert folding.may_fold_heads(call, shapes)
             taken, sizes = folding.fold_heads(call, shapes)
-            operands = folding.fold_operands(taken, named, sizes)
+            operands = folding.fold_operands(taken, problem, named, sizes)
             assert operands["q"].shape == (2, 3, 3 * q_len, 2, 8)
             assert taken.shapes(operands) == sizes
             wanted = jax.jit(call.blockwise)(*(named[name] for name in call.operands))

@@ -45,11 +45,24 @@ def rows(which: str, sizes: dict[str, Any], *, gpu: str = "H200", **of: Any) -> 
         ({"kv_len": 40}, 1, 2),  # 128 positions have three, which do not divide the batch
         ({"kv_heads": 4}, 1, 8),  # queries of four heads fill a block
         ({"kv_heads": 4, "batch": 64}, 1, 1),  # backward units are those of kv heads
+        ({"kv_heads": 4, "q_len": 4, "kv_len": 4}, 32, 32),  # 16 of 128 queries
+        ({"q_heads": 20, "kv_heads": 4}, 8, 8),  # five heads are not packed
     ],
 )
 def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
     assert rows("forward", sizes) == forward
     assert rows("backward", sizes) == backward
+
+
+def test_blocks_cut_rows_where_few_divide_the_batch():
+    """Documents of a block meet two blocks of keys, or without causality three."""
+    causal, short = {"window": (None, 0)}, {"batch": 922, "q_len": 5, "kv_len": 5}
+    assert rows("backward", short, **causal) == 461
+    assert rows("forward", short | {"q_heads": 4, "kv_heads": 2}, **causal) == 461
+    assert rows("backward", {"batch": 1021, "q_len": 5, "kv_len": 5}) == 1021
+    assert rows("backward", {"batch": 1021, "q_len": 5, "kv_len": 6}) == 1
+    assert rows("backward", {"batch": 1021, "q_len": 5, "kv_len": 5, "head_dim": 72}) == 1
+    assert rows("backward", {"batch": 149, "q_len": 5, "kv_len": 5, "kv_heads": 2}) == 1  # few
 
 
 def test_lengths_too_but_where_a_window_counts_otherwise():
@@ -59,7 +72,9 @@ def test_lengths_too_but_where_a_window_counts_otherwise():
     aligned = {"window": (None, 0), "bottom_right": True}
     assert rows("backward", {}, **aligned) == 8
     assert rows("backward", {}, terms=lengths[:1], **aligned) == 1
-    assert rows("backward", {"kv_len": 32}, window=(None, 0)) == 1
+    assert rows("forward", {"kv_len": 32}, window=(None, 0)) == 1  # positions take two launches
+    assert rows("backward", {"kv_len": 32}, window=(None, 0)) == 4
+    assert rows("backward", {"kv_len": 32, "head_dim": 136}, window=(None, 0)) == 1
     assert rows("backward", {"kv_len": 32}, terms=lengths, bottom_right=True) == 4
 
 
@@ -122,6 +137,9 @@ def test_explanation_says_so(uncompiled):
     ("kv_len", "window", "lengths", "masked"),
     [
         (5, (None, 0), (), ()),
+        (7, (None, 0), (), ()),  # by positions
+        (7, (2, 1), (1,), (2, 3)),
+        (7, (1, 0), "bottom right", ()),
         (7, (None, None), (1,), (2, 3)),
         (5, (2, 1), (0, 1), (1, 1)),
         (5, (None, 0), (), (2, 3)),
@@ -137,18 +155,20 @@ def test_values_are_the_same(kv_len: int, window: Any, lengths: Any, masked: tup
         terms = {
             folding.LENGTHS[i]: jnp.array([[3, 5, 0], [kv_len, 1, 2]], jnp.int32) - i
             for i in lengths
+            if isinstance(i, int)
         }
         terms = {name: jnp.maximum(x, 0) for name, x in terms.items()}
         if masked:
             mask = jax.random.bernoulli(keys[4], 0.7, (*masked, 1, 1, kv_len))
             terms["mask"] = mask.at[-1, -1].set(False)
-        problem = Problem("float64", scale=0.3, window=window, terms=tuple(terms))
+        aligned = {"window": window, "bottom_right": lengths == "bottom right"}
+        problem = Problem("float64", scale=0.3, terms=tuple(terms), **aligned)
         shapes = Shapes.of(q, k, v, terms)
         assert shapes.batch == 6
         named = {"q": q, "k": k, "v": v, **terms}
         for which, call in passes(problem, backend="xla", with_dlse=True).items():
             taken, sizes = folding.fold(call, shapes, 3)
-            operands = folding.fold_operands(taken, named, sizes)
+            operands = folding.fold_operands(taken, problem, named, sizes)
             assert operands["q"].shape == (2, 15, 4, 8)
             wanted = jax.jit(call.blockwise)(*(named[name] for name in call.operands))
             found = jax.jit(taken.blockwise)(*operands.values())
