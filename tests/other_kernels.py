@@ -26,6 +26,7 @@ _SHORTEST = (
     (importlib.import_module("jax_flash._gpu.sm90.backward_ring"), "_RING_SHORTEST"),
     (sm90.backward, "_EARLY_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),
+    (sm90.backward, "_WIDE_ENDS"),
     (sm90.backward, "_FEWER_STEPS"),
     (sm90.backward, "_SHARED_STEPS"),
     (importlib.import_module("jax_flash._gpu.sm90.backward_launch"), "_SHARE"),

@@ -95,7 +95,7 @@ def test_units_that_add_to_the_same_keys(field: str, value: int, case: Case, emu
 
 def test_poison_beside_units_of_few_rows(emulator: Emulator):
     """Keys that do not see a query which is not finite have the right dk and dv."""
-    sizes = {"T": 130, "S": 70, "N": 2, "K": 1, "H": 16, "Hv": 200, "batch": (2,)}
+    sizes = {"T": 130, "S": 70, "N": 2, "K": 1, "H": 16, "Hv": 200, "batch": (1,)}
     arguments = C("past", **sizes, causal=True).draw()
     truth = arguments.truth()
     arguments.arrays["query"][:, 20, 1] = np.nan
