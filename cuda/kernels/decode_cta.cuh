@@ -15,6 +15,7 @@
 //   int kRowTiles             16 query rows each, of a kv head; kHeads * kRowTiles: 1, 2 or 4
 //   int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles), or of
 //                             half as many in float32
+//   int kRowSteps             blocks that a batch row counts for beside its own, in the line
 //   int kStages               blocks in flight
 //   int kResident             CTAs of a multiprocessor
 //   int kCluster              CTAs that share a unit in a cluster (sm_90); 1: parts of the line

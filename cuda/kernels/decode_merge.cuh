@@ -12,7 +12,7 @@ __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& li
   constexpr int kPieces = kValueColumns / 4;
   // Parts whose loads are under way. With other columns eight spill 8 bytes.
   constexpr int kAtOnce = (kPieces & (kPieces - 1)) == 0 ? 8 : 6;
-  const int first_part = line.part_of(unit.start), last_part = line.part_of(unit.end() - 1);
+  const int first_part = line.part_of(unit.start), last_part = line.part_of(unit.stop() - 1);
   const int first_cta = blockIdx.x + (first_part - share.part) * p.shares;
   const int count = last_part - first_part + 1;
   const bool begins = line.begin_of(first_part) == unit.start;  // else it is not that CTA's first
@@ -87,7 +87,8 @@ __device__ __forceinline__ void merge(const DecodeParams& p) {
   const bool divides = share.part > 0 && at < line.total;
   const Unit unit = divides ? line.find(at) : Unit{};
   if constexpr (kOverlaps) ptx::wait_for_the_kernel_ahead();
-  if (divides && unit.start < at && line.begin_of(share.part - 1) <= unit.start) {
+  if (divides && unit.start < at && at < unit.stop() &&
+      line.begin_of(share.part - 1) <= unit.start) {
     merge_unit(p, line, unit, share);
   }
   finish_rows(p);

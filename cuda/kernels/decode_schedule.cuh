@@ -89,27 +89,31 @@ struct Share {
   __device__ __forceinline__ int first_row() const { return row_group * kHeadRows; }
 };
 
+// The steps of a batch row in the line: its blocks, and what it takes to begin with one.
+__device__ __forceinline__ int steps_of(const Range& blocks) {
+  return blocks.empty() ? 0 : blocks.end - blocks.begin + kRowSteps;
+}
 // A batch row in the line.
 struct Unit {
   int batch, length;
   int start;     // where it begins
   Range blocks;  // those that its queries see
-  __device__ __forceinline__ int end() const { return start + blocks.end - blocks.begin; }
+  __device__ __forceinline__ int stop() const { return start + blocks.end - blocks.begin; }
+  __device__ __forceinline__ int end() const { return start + steps_of(blocks); }
 };
 
 // The line of blocks. Whole warps call.
 struct Line {
   const DecodeParams& p;
-  int total;       // blocks
+  int total;       // steps
   int parts;       // none is empty
-  int each, more;  // blocks of every part, and those beyond; a 64-bit division takes 400 cycles
+  int each, more;  // steps of every part, and those beyond; a 64-bit division takes 400 cycles
 
   __device__ __forceinline__ Line(const DecodeParams& p, const Share&) : Line(p) {}
   __device__ __forceinline__ explicit Line(const DecodeParams& p) : p(p) {
     int count = 0;
     for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
-      const Range blocks = blocks_of(p, length_of(p, batch));
-      count += blocks.end - blocks.begin;
+      count += steps_of(blocks_of(p, length_of(p, batch)));
     }
     total = __reduce_add_sync(0xffffffffu, count);
     parts = min(p.parts, total);
@@ -134,8 +138,7 @@ struct Line {
     const int lane = threadIdx.x % 32;
     for (;; from += 32) {
       const int length = from + lane < p.batch ? length_of(p, from + lane) : 0;
-      const Range blocks = blocks_of(p, length);
-      const int own = blocks.end - blocks.begin;
+      const int own = steps_of(blocks_of(p, length));
       int behind = own;  // in the line from `before` on, this row's included
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -176,17 +179,22 @@ struct Line {
       int stop = min(end, unit.end());
       before = kAsksAhead ? unit.end() : unit.start;
       const int shift = unit.blocks.begin - unit.start;
+      const Range blocks{at + shift, min(stop + shift, unit.blocks.end)};
+      if (blocks.empty()) {
+        at = stop;
+        continue;
+      }
       if constexpr (kParks) {
         if (ptx::fresh_lane() == 0) ptx::store_shared_x4(parked, end, stop, from, before);
         __syncwarp();
-        visit(unit, Range{at + shift, stop + shift});
+        visit(unit, blocks);
         end = ptx::load_shared(parked);
         stop = ptx::load_shared(parked + 4);
         from = ptx::load_shared(parked + 8);
         before = ptx::load_shared(parked + 12);
         __syncwarp();
       } else {
-        visit(unit, Range{at + shift, stop + shift});
+        visit(unit, blocks);
       }
       at = stop;
     }

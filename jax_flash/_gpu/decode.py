@@ -273,6 +273,7 @@ class DecodeTiling:
             "kTeams": self.teams,
             "kAsksAhead": self.asks_ahead,
             "kTakesPlaces": False,
+            "kRowSteps": _ROW_STEPS,
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": self.splits_columns,
             "kScoreSums": self.score_sums,
@@ -331,6 +332,11 @@ _MULTIPROCESSORS = 132  # where the GPU is not known
 # 542 and 672, of 4 494 and 391 (H100).
 _FEWEST_TOGETHER = 4
 _MOST_IN_CLUSTER = 4096  # positions of a CTA
+# One row alone has as many in 16 bits, if so many multiprocessors have a CTA: its parts are equal.
+_MOST_OF_ONE_ROW, _ENOUGH = 16384, 0.45
+# Half as many CTAs again have eight bits, whose conversions are what fewer of them wait for, and
+# pairs of few positions.
+_IN_THREES = 0.75  # of the multiprocessors
 # Half as many steps as with 64 positions, 3 % faster; in a cluster where a CTA has as many.
 _WIDE_BLOCK = 128
 _MANY_IN_CLUSTER = 256
@@ -346,6 +352,7 @@ _IN_LARGE_CLUSTERS = 0.9  # of the multiprocessors
 # memory and so come one behind the other: 64 rows of 8k take 725 us, by boxes of the 128 of a
 # block 745; by 64 and 16 as long, by 8 2 % longer (H100).
 _BOX_ROWS = 32
+_ROW_STEPS = 1  # blocks: between two batch rows warps wait for each other
 _BUSY = 0.95  # of the parts there is room for, where rows are not cut
 
 
@@ -429,7 +436,14 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     sms = gpu.sms or _MULTIPROCESSORS
     most = {8: _IN_LARGE_CLUSTERS * sms, 4: _IN_LARGE_CLUSTERS * sms, 2: sms}
     cluster = next((x for x in most if x * units <= most[x]), 1)
-    return cluster if shapes.kv_len <= cluster * _MOST_IN_CLUSTER else 1
+    reach = _MOST_IN_CLUSTER
+    if shapes.batch == 1 and not call.quantized and cluster * units >= _ENOUGH * sms:
+        reach = _MOST_OF_ONE_ROW
+    if shapes.kv_len > cluster * reach:
+        return 1
+    more = cluster + cluster // 2
+    gains = cluster == 2 if shapes.kv_len <= _SHORT else bool(call.quantized)
+    return more if gains and cluster in (2, 4) and more * units <= _IN_THREES * sms else cluster
 
 
 def make(

@@ -96,7 +96,7 @@ def decode_launch(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
     checks = [
         (equal(N % K, 0), "the heads of k do not divide those of q"),
         (equal(K % tiling.heads, 0), "this tiling is for other kv heads"),
-        (at_most(positions // tiling.block_kv + 2, MAX_INT // B), "batch x cache is too large"),
+        (at_most(positions // tiling.block_kv + 3, MAX_INT // B), "batch x cache is too large"),
         (at_most(1, Size("parts")), "this tiling is for fewer heads"),
     ]
     if call.paged:

@@ -26,11 +26,21 @@ def test_teams_of_decoding_have_a_stage_each(dim):
     assert tiling.teams == 1
 
 
-@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 4), (3, 4), (4, 2), (8, 2), (9, 1)])
-def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
+@pytest.mark.parametrize(
+    ("batch", "length", "cache", "cluster"),
+    [(1, 4096, None, 8), (2, 4096, None, 4), (3, 4096, None, 4), (4, 4096, None, 2),
+     (8, 4096, None, 2), (9, 4096, None, 1),
+     # Half as many CTAs again: pairs of few positions, and eight bits.
+     (4, 1024, None, 3), (5, 1024, None, 2), (4, 8192, "int8", 3), (2, 4096, "int8", 6),
+     (2, 1024, "int8", 4), (8, 4096, "int8", 2),
+     # One long row, whose parts are equal.
+     (1, 1 << 17, None, 8), (1, 1 << 18, None, 1), (1, 1 << 17, "int8", 1), (2, 1 << 15, None, 1)],
+)  # fmt: skip
+def test_clusters_of_decoding_fit_beside_each_other(batch, length, cache, cluster):
     """Clusters of 4 and 8 lie within a GPC: not in all of the 132 multiprocessors."""
-    shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=4096, kv_heads=8)
-    assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
+    shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=length, kv_heads=8)
+    call = Decode(PLAIN, None, quantized=cache)
+    assert _gpu.plan(call, shapes, H200).tiling.cluster == cluster
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ __device__ __forceinline__ void leave_units(const DecodeParams& p) {
     if (begin < end) {
       const Unit unit = line.find(i == 0 ? begin : end - 1);
       const int first_part = line.part_of(unit.start), own = share.part - first_part;
-      const int parts = line.part_of(unit.end() - 1) - first_part + 1;
+      const int parts = line.part_of(unit.stop() - 1) - first_part + 1;
       if (parts > 1 && unit.batch != batch) {
         const int cta = blockIdx.x - own * p.shares;
         const bool begins = line.begin_of(first_part) == unit.start;
