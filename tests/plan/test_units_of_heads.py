@@ -74,12 +74,16 @@ def test_causal_units_of_wide_heads_even_out(batch, length, group, dim, unit_hea
     assert_wide(0, batch, length, group, dim, unit_heads)
 
 
-def assert_wide(right, batch, length, group, dim, unit_heads):
+def test_units_of_wide_heads_beside_a_window_are_of_few_heads():
+    assert_wide(0, 2, 1904, 24, 176, 1, left=823)
+
+
+def assert_wide(right, batch, length, group, dim, unit_heads, left=None):
     shapes = dataclasses.replace(
         replace_dims(dim, dim), batch=batch, q_len=length, kv_len=length, q_heads=group, kv_heads=1
     )
     for deterministic in (False, True):
-        problem = dataclasses.replace(PLAIN, window=(None, right), deterministic=deterministic)
+        problem = dataclasses.replace(PLAIN, window=(left, right), deterministic=deterministic)
         tiling = tiling_of(problem, shapes)
         assert tiling.wide
         assert tiling.unit_heads == (0 if deterministic else unit_heads)
