@@ -179,10 +179,13 @@ struct Line {
       int stop = min(end, unit.end());
       before = kAsksAhead ? unit.end() : unit.start;
       const int shift = unit.blocks.begin - unit.start;
-      const Range blocks{at + shift, min(stop + shift, unit.blocks.end)};
-      if (blocks.empty()) {
-        at = stop;
-        continue;
+      Range blocks{at + shift, stop + shift};
+      if constexpr (kRowSteps > 0) {
+        blocks.end = min(blocks.end, unit.blocks.end);
+        if (blocks.empty()) {
+          at = stop;
+          continue;
+        }
       }
       if constexpr (kParks) {
         if (ptx::fresh_lane() == 0) ptx::store_shared_x4(parked, end, stop, from, before);

@@ -79,9 +79,7 @@ class CommonSchedule:
     @property
     def prepare_unroll(self) -> int:
         """Rows that a thread of the preparing kernel reads at once, as its registers allow."""
-        if is_wide(self.problem) or self.shapes.value_dim > 256:
-            return 2
-        return 4 if self.shapes.value_dim <= 128 else 8
+        return 2 if is_wide(self.problem) or self.shapes.value_dim > 256 else 4
 
     @property
     def mask_resident(self) -> int:

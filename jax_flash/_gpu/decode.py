@@ -101,7 +101,10 @@ class _Decode(Family):
             source=f"{self.folder}/decode.cuh",
             tiling=tiling,
             constants=tiling.constants(call, shapes)
-            | {"kOverlaps": self.tma and tiling.cluster == 1},
+            | {
+                "kOverlaps": self.tma and tiling.cluster == 1,
+                "kRowSteps": _ROW_STEPS if self.tma else 0,
+            },
             operands=operands_of(call, shapes),
             results=results_of(call, shapes),
             same=same_of(call),
@@ -273,7 +276,6 @@ class DecodeTiling:
             "kTeams": self.teams,
             "kAsksAhead": self.asks_ahead,
             "kTakesPlaces": False,
-            "kRowSteps": _ROW_STEPS,
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": self.splits_columns,
             "kScoreSums": self.score_sums,
@@ -352,7 +354,7 @@ _IN_LARGE_CLUSTERS = 0.9  # of the multiprocessors
 # memory and so come one behind the other: 64 rows of 8k take 725 us, by boxes of the 128 of a
 # block 745; by 64 and 16 as long, by 8 2 % longer (H100).
 _BOX_ROWS = 32
-_ROW_STEPS = 1  # blocks: between two batch rows warps wait for each other
+_ROW_STEPS = 1  # blocks, by TMA: between two batch rows warps wait. Others were not timed
 _BUSY = 0.95  # of the parts there is room for, where rows are not cut
 
 

@@ -157,7 +157,7 @@ COMMON: Flags = {
         *(False, ["128", "segments", "mask deterministic"]),
     ),
     "kDirection": (-1, ["causal", "causal positions"], 1, ["128", "left"]),
-    "kPrepareUnroll": (8, ["256"], 4, ["128"]),
+    "kPrepareUnroll": (2, ["float32"], 4, ["128", "256"]),
     "kMaskResident": (4, ["mask blocks"], 0, ["mask", "blocks"]),
     "kFinishResident": (2, ["float32"], 3, ["128", "256"]),
     "kSumBeginsAhead": (True, ["bias"], False, ["bias causal", "bias dropout"]),
