@@ -132,6 +132,9 @@ def test_which_beside_a_mask_of_long_keys():
         shapes = Shapes(10, 99, keys, heads, 1, 168, 168)
         assert _gpu.few_scores.takes(calls["forward"], shapes, H200) == taken
         assert not _gpu.few_scores.takes(calls["backward"], shapes, H200)
+    shapes = Shapes(1, 32, 4096, 1, 1, 160, 160)  # the forward pass takes five times the backward
+    for call in calls.values():
+        assert _gpu.few_scores.takes(call, shapes, H200)
 
 
 @pytest.mark.parametrize(
