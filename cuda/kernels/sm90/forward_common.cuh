@@ -52,10 +52,10 @@ inline constexpr int kRepeatSlots = 4;  // units that may be in flight, with kRe
 inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kBytes : 0;
 // The compiler knows that lanes walk a unit's blocks together: a step waits for no shuffle. Beside
 // sinks and ids of segments 4 to 12 bytes would be spilled, or products serialised.
-inline constexpr bool kTogether = kConsumers == 3 && kApart && !kHasSinks && !kHasSegments;
+inline constexpr bool kLanesTogether = kConsumers == 3 && kApart && !kHasSinks && !kHasSegments;
 // A condition of a warp.
 __device__ __forceinline__ bool together(bool condition) {
-  if constexpr (kTogether) return ptx::together(condition);
+  if constexpr (kLanesTogether) return ptx::together(condition);
   return condition;
 }
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers

@@ -50,7 +50,7 @@ struct WarpgroupState : RowWalk,
     const int thread = ptx::opaque(threadIdx.x);  // read again, not kept in a register
     // The warpgroup's number, in a uniform register, would take one more to get here: 4 bytes
     // spilled.
-    if constexpr (kTogether && !kSumsByProduct) {
+    if constexpr (kLanesTogether && !kSumsByProduct) {
       return t.first_row + thread / 32 * 16 - kWarpgroupRows + thread % 32 / 4 +
              fragment::kRowStep * row;
     }
@@ -148,16 +148,16 @@ struct WarpgroupProducts : WarpgroupState {
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
     operands.issue_scores(
-        p, scores, ptx::descriptor<kTogether>(query, JF_OFFSET(query), 0, 1024),
-        ptx::descriptor<kTogether>(key, JF_OFFSET(key), 0, KeyBlock::kGroupBytes));
+        p, scores, ptx::descriptor<kLanesTogether>(query, JF_OFFSET(query), 0, 1024),
+        ptx::descriptor<kLanesTogether>(key, JF_OFFSET(key), 0, KeyBlock::kGroupBytes));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValuePitch / 8 * value_at().barrier_offset();
     operands.begin_output(p, shared, value_at().stage(), block);
     ptx::wgmma_fence();
-    const auto tile = ptx::descriptor<kTogether>(value, JF_OFFSET(value), ValueBlock::kBoxBytes,
-                                                 ValueBlock::kGroupBytes);
+    const auto tile = ptx::descriptor<kLanesTogether>(
+        value, JF_OFFSET(value), ValueBlock::kBoxBytes, ValueBlock::kGroupBytes);
     operands.issue_output(p, shared, value_at().stage(), output, scores, tile, accumulate);
     ptx::wgmma_commit();
   }

@@ -406,7 +406,7 @@ struct Consumer : UnitResults {
       if constexpr (Operands::kAddsBlocks) clear_output();
       if constexpr (kApart && kValueAhead) wait_value();
 
-      if constexpr (kTogether) key_ring = key_ring.uniform();
+      if constexpr (kLanesTogether) key_ring = key_ring.uniform();
       while (together(!is_last())) {
         if constexpr (kApart) {
           step_apart();

@@ -39,7 +39,7 @@ struct ValueFactor<true> {
 // scores, which are weights then: three warpgroups of 128 columns have no others. So `Scores` are
 // what a product adds to even where it begins at zero (`never`), or ptxas lets the sums of one
 // product and the next one live side by side, and spills 1,300 bytes.
-struct Operands : ValueFactor<kTogether> {
+struct Operands : ValueFactor<kLanesTogether> {
   // Up to 448. The largest weight of the first block is 44, which float8 has: later ones may be ten
   // times as large before a base rises. A sum of a thread's 16 up to the limit leaves none beyond
   // it.
