@@ -335,8 +335,8 @@ class _Backward:
             splits = self.splits and idle and not (alone or self.wide)
             return self._heads_of_rounds(block_kv, max(self._steps, 1)) if splits else 0
         if self.wide:
-            # Units of a window are short as they are: 2 rows of 1904, 24/1 heads of 174, a window of
-            # 823, gradients 664 us by units of one head, 817 by those of twelve (H200).
+            # Units of a window are short: 2 rows of 1904, 24/1 heads of 174, a window of 823,
+            # gradients 664 us by units of one head, 817 by those of twelve (H200).
             ends = 0 if problem.window[0] is not None else _WIDE_ENDS
             return 0 if alone else self._heads_of_rounds(block_kv, ends)
         holds_draws = self.drops and self.reads_ahead  # of one head
