@@ -164,7 +164,7 @@ LONG = {
         C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True),
         C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
           causal=True, deterministic=True, dtype="float16"),
-        C("wide, pairs, odd blocks", T=70, S=7 * 64 - 3, N=4, K=1, H=192, batch=(1,)),
+        C("wide, pairs, odd blocks", T=130, S=13 * 64 - 3, N=4, K=1, H=192, batch=(1,)),
     ),
     ("unit_heads", 4): (
         C("deterministic full", N=8, K=1, H=64, T=256, S=300, deterministic=True),
