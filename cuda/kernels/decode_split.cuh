@@ -51,8 +51,11 @@ struct Split {
                                              float (&scores)[kPartKeys / 2]) const {
     const int lane = threadIdx.x % 32;
     const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 4;
-#pragma unroll
-    for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
+    // Wide values leave few registers: all steps of a wide head at once spill where keys are few.
+    constexpr bool kFewAtOnce = kHeadDim > 128 && kPartKeys <= 8;
+    constexpr int kSteps = ceil_div(kHeadDim, 16), kAtOnce = kFewAtOnce ? 4 : kSteps;
+#pragma unroll kAtOnce
+    for (int step = 0; step < kSteps; ++step) {
       uint32 a[kParts][4];
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
