@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import importlib
 from typing import Any
@@ -33,8 +34,36 @@ _SHORTEST = (
 )
 
 
+class _AsElsewhere(abc.ABC):
+    """Arguments whose call has the kernels of other sizes, by which `value` is chosen."""
+
+    arguments: Arguments
+    value: Any
+
+    @property
+    def case(self) -> Case:
+        return self.arguments.case
+
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        chosen: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            self._move_limits(patch, chosen)
+            jax.clear_caches()
+            try:
+                got = self.arguments.run(backend, **options)
+            finally:
+                jax.clear_caches()  # the same call would find these kernels
+        if self.value not in chosen:
+            raise ValueError(f"{self} had to choose {self.value}, not {chosen}")
+        return got
+
+    @abc.abstractmethod
+    def _move_limits(self, patch: pytest.MonkeyPatch, chosen: list[Any]) -> None:
+        """Changes what sizes are compared with, and appends what is chosen."""
+
+
 @dataclasses.dataclass
-class AsIfLong:
+class AsIfLong(_AsElsewhere):
     """Arguments whose few queries and keys have the kernels that many have elsewhere.
 
     Args:
@@ -46,36 +75,46 @@ class AsIfLong:
     field: str
     value: Any
 
-    @property
-    def case(self) -> Case:
-        return self.arguments.case
-
-    def run(self, backend: str, **options: Any) -> dict[str, Any]:
-        found = []
-
+    def _move_limits(self, patch: pytest.MonkeyPatch, chosen: list[Any]) -> None:
         def noting(choose):
-            def chosen(*call):
+            def noted(*call):
                 tiling = choose(*call)
-                found.append(getattr(tiling, self.field, None))
+                chosen.append(getattr(tiling, self.field, None))
                 return tiling
 
-            return chosen
+            return noted
 
-        with pytest.MonkeyPatch.context() as patch:
-            for module, name in _SHORTEST:
-                patch.setattr(module, name, 1)
-            for name, answer in (("is_one_round", False), ("fills_larger_units", True)):
-                patch.setattr(sm90.forward._Forward, name, answer)
-            for name in ("choose_forward", "choose_backward"):
-                patch.setattr(sm90, name, noting(getattr(sm90, name)))
-            jax.clear_caches()
-            try:
-                got = self.arguments.run(backend, **options)
-            finally:
-                jax.clear_caches()  # the same call would find these kernels
-        if self.value not in found:
-            raise ValueError(f"no tiling has {self.field} {self.value}, but {found}")
-        return got
+        for module, name in _SHORTEST:
+            patch.setattr(module, name, 1)
+        for name, answer in (("is_one_round", False), ("fills_larger_units", True)):
+            patch.setattr(sm90.forward._Forward, name, answer)
+        for name in ("choose_forward", "choose_backward"):
+            patch.setattr(sm90, name, noting(getattr(sm90, name)))
+
+
+@dataclasses.dataclass
+class AsIfManyRows(_AsElsewhere):
+    """Arguments in float32 whose few short rows are folded, as those of large batches.
+
+    Args:
+      value: rows that are documents of one.
+    """
+
+    arguments: Arguments
+    value: int
+
+    def _move_limits(self, patch: pytest.MonkeyPatch, chosen: list[Any]) -> None:
+        takes = short_float32.takes
+
+        def noted(call, shapes, gpu):
+            taken = takes(dataclasses.replace(call, backend=None), shapes, gpu)
+            chosen.append(taken and short_float32.folds(call, shapes))
+            return taken
+
+        patch.setattr(short_float32, "takes", noted)
+        patch.setattr(short_float32, "_SUMMED", 0)
+        patch.setattr(short_float32, "_FOLDED", 1)
+        patch.setattr(short_float32, "_FEW_LENGTHS", range(1, 33))
 
 
 @dataclasses.dataclass
@@ -108,38 +147,4 @@ class AsWritten:
             got = self.arguments.run(backend, **options)
         if found != {not self.on}:
             raise ValueError(f"kernels are planned with {self.constant} {found}")
-        return got
-
-
-@dataclasses.dataclass
-class AsIfManyRows:
-    """Arguments in float32 whose few short rows are folded, so many, as those of large batches."""
-
-    arguments: Arguments
-    rows: int
-
-    @property
-    def case(self) -> Case:
-        return self.arguments.case
-
-    def run(self, backend: str, **options: Any) -> dict[str, Any]:
-        takes, folded = short_float32.takes, []
-
-        def taken(call, shapes, gpu):
-            found = takes(dataclasses.replace(call, backend=None), shapes, gpu)
-            folded.append(found and short_float32.folds(call, shapes))
-            return found
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(short_float32, "takes", taken)
-            patch.setattr(short_float32, "_SUMMED", 0)
-            patch.setattr(short_float32, "_FOLDED", 1)
-            patch.setattr(short_float32, "_FEW_LENGTHS", range(1, 33))
-            jax.clear_caches()
-            try:
-                got = self.arguments.run(backend, **options)
-            finally:
-                jax.clear_caches()
-        if self.rows not in folded:
-            raise ValueError(f"{folded} rows are folded, not {self.rows}")
         return got
