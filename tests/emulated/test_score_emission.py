@@ -226,6 +226,11 @@ def test_scale_and_factors_are_where_they_cost_least():
 
     assert "fmaf(product, scale, " in text_of(added)
     assert "element_along" in text_of(added)
+    odd = jnp.ones((2, 31))  # from an odd element on, which no pair begins at
+    assert "element_along" not in text_of(lambda s, b, h, q, k: s + odd[b, 1:][k])
+    cut = jnp.ones(31)  # of which each batch row may have another, in turn from an odd element on
+    text = text_of(lambda s, b, h, q, k: s + jax.lax.dynamic_slice(cut, (0 * b,), (30,))[k])
+    assert "element_along" not in text
     assert "exp" not in text_of(lambda s, b, h, q, k: s + jnp.exp(rows[b, q]))
     assert text_of(factors).count("__fmul_rn") == 1
     rounds = text_of(lambda s, b, h, q, k: (s + 12582912.0) - 12582912.0)

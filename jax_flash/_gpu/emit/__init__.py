@@ -425,7 +425,8 @@ def _inputs(
                 text, real = f"{argument}.index", Real(f"{argument}.real", f"{argument}.offset")
         inputs.append(single(Scalar(text, aval.dtype, bounds=bounds, real=real)))
     for i, aval in enumerate(function.captures):
-        inputs.append(View(i, aval.dtype, integer(0), aval.shape, strides_of(aval.shape)))
+        strides, even = strides_of(aval.shape), aval.size % 2 == 0
+        inputs.append(View(i, aval.dtype, integer(0), aval.shape, strides, even=even))
         if aval.size > HIGH:
             raise UnsupportedError(
                 f"it reads an array of {aval.size} elements, more than int32 counts"

@@ -52,7 +52,8 @@ class Writer(ScalarWriter):
                 f"it computes with {math.prod(x.shape)} elements of an array at once"
             )
         array = np.empty(x.shape, object)
-        if x.along is not None and x.dtype != "bool" and math.prod(x.shape) == 1:
+        pairs = x.along is not None and x.even and x.dtype != "bool"
+        if pairs and math.prod(x.shape) == 1:
             place, dim, rest = x.along
             row = f"a{x.capture}" if rest.number == 0 else f"a{x.capture} + {rest.text}"
             text = f"element_along({row}, {place}, {self.lengths[place]}, {dim})"
@@ -107,7 +108,7 @@ class Writer(ScalarWriter):
                 for start, dim, size in zip(starts, x.shape, sizes, strict=True)
             ]
             return x[tuple(slice(i, i + size) for i, size in zip(at, sizes, strict=True))]
-        offset, along = x.offset, x.along
+        offset, along, even = x.offset, x.along, x.even
         for start, dim, size, stride in zip(starts, x.shape, sizes, x.strides, strict=True):
             place = start.text.removesuffix(".index")
             here = (along, stride, size, dim % 2) == (None, 1, 1, 0)
@@ -120,9 +121,12 @@ class Writer(ScalarWriter):
             offset = self.add(offset, step, "+")
             if here:
                 along = place, dim, before
-            elif along is not None:
+                continue
+            known = first.number is not None and first.number % 2 == 0
+            even = even and (stride % 2 == 0 or known)
+            if along is not None:
                 along = *along[:2], self.add(along[2], step, "+")
-        return dataclasses.replace(x, offset=offset, shape=tuple(sizes), along=along)
+        return dataclasses.replace(x, offset=offset, shape=tuple(sizes), along=along, even=even)
 
     def gather(
         self, x: Operand, indices: Operand, params: Mapping[str, Any], aval: Aval

@@ -69,8 +69,8 @@ class Scalar:
 class View:
     """Elements of a captured array, not read yet: at offset + sum of index times stride.
 
-    Of one that is read along the queries or keys, from an even element on, `along` says the place,
-    its dim, and what the offset is without it.
+    Of one that is read along the queries or keys `along` says the place, its dim, and what the
+    offset is without it, from where on kernels read pairs if that is `even` in every batch row.
     """
 
     capture: int
@@ -79,6 +79,7 @@ class View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     along: tuple[str, int, Scalar] | None = None
+    even: bool = True
 
 
 Operand = np.ndarray | View  # the first of Scalar
