@@ -23,13 +23,14 @@ struct Gathered {
 };
 
 template <class Loader>
-struct Together {
+struct ClusterMerge {
   const DecodeParams& p;
   const Share& share;
   Gathered& gathered;
   int rows;  // of the batch row, that exist
 
-  __device__ __forceinline__ Together(const DecodeParams& p, const Share& share, Gathered& gathered)
+  __device__ __forceinline__ ClusterMerge(const DecodeParams& p, const Share& share,
+                                          Gathered& gathered)
       : p(p), share(share), gathered(gathered) {
     rows = existing_rows(p, share);
   }
@@ -52,7 +53,8 @@ struct Together {
         const float weight = ptx::exp2_approx(found.base[warp][row] - base);
         total = fmaf(found.total[warp][row], weight, total);
       }
-      send(&gathered.rows[share.part][row], make_float2(base, total), i % kCluster);
+      ptx::send_to(&gathered.rows[share.part][row], make_float2(base, total), i % kCluster,
+                   &gathered.all);
     }
     for (int i = thread; i < rows * kRowPieces; i += kWarps * 32) {
       const int row = i / kRowPieces, column = i % kRowPieces * 4, run = i / kRun;
@@ -71,7 +73,8 @@ struct Together {
         const float of_row = Attend::factor_of_row(base, factor);
         sum = make_float4(sum.x * of_row, sum.y * of_row, sum.z * of_row, sum.w * of_row);
       }
-      send(&gathered.values[share.part][run / kCluster * kRun + i % kRun], sum, run % kCluster);
+      ptx::send_to(&gathered.values[share.part][run / kCluster * kRun + i % kRun], sum,
+                   run % kCluster, &gathered.all);
     }
     // Also who has nothing to write waits, while others send to this CTA.
     Loader::wait(ptx::shared_address(&gathered.all), 0);
@@ -96,11 +99,6 @@ struct Together {
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) base = fmaxf(base, found.base[warp][row]);
     return base;
-  }
-  template <class Values>
-  __device__ __forceinline__ void send(const Values* place, const Values& values, int cta) const {
-    ptx::send(ptx::address_in_cluster(ptx::shared_address(place), cta), values,
-              ptx::address_in_cluster(ptx::shared_address(&gathered.all), cta));
   }
 };
 

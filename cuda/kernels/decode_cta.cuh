@@ -141,13 +141,13 @@ struct Consumer {
       if constexpr (kQuantized) attend.settle();
       if constexpr (kCluster > 1) {
         if (is_refused(p, unit.length)) attend.spoil();
-        const Together<Loader> together(p, share, shared.gathered);
+        const ClusterMerge<Loader> merge(p, share, shared.gathered);
         meet();  // all have read the blocks
-        attend.leave(shared.found, warp, together.rows);
+        attend.leave(shared.found, warp, merge.rows);
         ptx::cluster_wait();
         meet();
         const float factor = kQuantized && !kScalesOfPages ? scales.value : 1.0f;
-        together.write(unit, shared.found, factor, threadIdx.x);
+        merge.write(unit, shared.found, factor, threadIdx.x);
       } else {
         attend.leave(shared.sums);
         const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
         Loader::init_full(ptx::shared_address(&shared.full[stage]));
         ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kWarps);
       }
-      if constexpr (kCluster > 1) Together<Loader>(p, share, shared.gathered).expect();
+      if constexpr (kCluster > 1) ClusterMerge<Loader>(p, share, shared.gathered).expect();
       Loader::fence_barriers();
     }
     __syncwarp();

@@ -95,7 +95,7 @@ struct Attended {
         output[fragment::element(j + 1, row, 0)] = third;
       }
     }
-    if constexpr (kCluster > 1 && !kScalesOfPages) return;  // that of all: Together::write
+    if constexpr (kCluster > 1 && !kScalesOfPages) return;  // that of all: ClusterMerge::write
 #pragma unroll
     for (int i = 0; i < kOwnColumns / 2; ++i) {
       output[i] *= factor_of_row(state.base[fragment::row(i)], value_factor);

@@ -133,29 +133,29 @@ struct Line {
     return begin_of(part + 1) > block ? part : part + 1;
   }
 
-  // The unit that has a block; it is batch row `from`, which begins at `before`, or a later one.
-  __device__ __forceinline__ Unit find(int block, int from = 0, int before = 0) const {
+  // The unit that has a block; it is batch row `from`, which begins at `start`, or a later one.
+  __device__ __forceinline__ Unit find(int block, int from = 0, int start = 0) const {
     const int lane = threadIdx.x % 32;
     for (;; from += 32) {
       const int length = from + lane < p.batch ? length_of(p, from + lane) : 0;
       const int own = steps_of(blocks_of(p, length));
-      int behind = own;  // in the line from `before` on, this row's included
+      int behind = own;  // in the line from `start` on, this row's included
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, behind, step);
         if (lane >= step) behind += other;
       }
-      const uint32 beyond = __ballot_sync(0xffffffffu, before + behind > block);
+      const uint32 beyond = __ballot_sync(0xffffffffu, start + behind > block);
       if (beyond != 0) {
         const int at = __ffs(beyond) - 1;
         Unit unit;
         unit.batch = from + at;
         unit.length = __shfl_sync(0xffffffffu, length, at);
         unit.blocks = blocks_of(p, unit.length);
-        unit.start = before + __shfl_sync(0xffffffffu, behind - own, at);
+        unit.start = start + __shfl_sync(0xffffffffu, behind - own, at);
         return unit;
       }
-      before += __shfl_sync(0xffffffffu, behind, 31);
+      start += __shfl_sync(0xffffffffu, behind, 31);
     }
   }
 
@@ -165,10 +165,10 @@ struct Line {
   __device__ __forceinline__ void walk(const Share& share, Visit visit,
                                        [[maybe_unused]] uint32 parked = 0) const {
     int end = begin_of(share.part + 1);
-    int at = begin_of(share.part), from = 0, before = 0, length = 0;
+    int at = begin_of(share.part), from = 0, start = 0, length = 0;
     while (at < end) {
-      Unit unit{from, length, before, blocks_of(p, length)};
-      if (!kAsksAhead || unit.blocks.empty()) unit = find(at, from, before);
+      Unit unit{from, length, start, blocks_of(p, length)};
+      if (!kAsksAhead || unit.blocks.empty()) unit = find(at, from, start);
       if constexpr (kAsksAhead) {
         // Mostly the next unit is the next batch row, whose length comes while this one is visited.
         from = unit.batch + 1;
@@ -177,7 +177,7 @@ struct Line {
         from = unit.batch;
       }
       int stop = min(end, unit.end());
-      before = kAsksAhead ? unit.end() : unit.start;
+      start = kAsksAhead ? unit.end() : unit.start;
       const int shift = unit.blocks.begin - unit.start;
       Range blocks{at + shift, stop + shift};
       if constexpr (kRowSteps > 0) {
@@ -188,13 +188,13 @@ struct Line {
         }
       }
       if constexpr (kParks) {
-        if (ptx::fresh_lane() == 0) ptx::store_shared_x4(parked, end, stop, from, before);
+        if (ptx::fresh_lane() == 0) ptx::store_shared_x4(parked, end, stop, from, start);
         __syncwarp();
         visit(unit, blocks);
         end = ptx::load_shared(parked);
         stop = ptx::load_shared(parked + 4);
         from = ptx::load_shared(parked + 8);
-        before = ptx::load_shared(parked + 12);
+        start = ptx::load_shared(parked + 12);
         __syncwarp();
       } else {
         visit(unit, blocks);

@@ -224,6 +224,13 @@ __device__ __forceinline__ void send(uint32 address, const float4& x, uint32 bar
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
       : "memory");
 }
+// To the place that another CTA has where this one has `place`, and its barrier likewise.
+template <class Values>
+__device__ __forceinline__ void send_to(const Values* place, const Values& values, int cta,
+                                        const void* barrier) {
+  send(address_in_cluster(shared_address(place), cta), values,
+       address_in_cluster(shared_address(barrier), cta));
+}
 
 __device__ __forceinline__ void let_the_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

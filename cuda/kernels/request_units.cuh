@@ -51,7 +51,7 @@ __device__ __forceinline__ int count_units(const Params& p, int request) {
 template <int kUnitRows, class Params>
 __device__ __forceinline__ void make_units(const Params& p, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before = 0;  // units of earlier rounds
+  int earlier = 0;  // units of earlier rounds
 #pragma unroll 1
   for (int first = 0; first < p.requests; first += kThreads) {
     const int mine = first + static_cast<int>(threadIdx.x);
@@ -64,12 +64,12 @@ __device__ __forceinline__ void make_units(const Params& p, Shared& shared) {
     }
     if (lane == 31) shared.of_warps[warp] = end;
     __syncthreads();
-    int ahead = before;
+    int ahead = earlier;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) {
       const int other = shared.of_warps[i];
       if (i < warp) ahead += other;
-      before += other;
+      earlier += other;
     }
     shared.begins[threadIdx.x] = ahead + end - count;
     __syncthreads();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void make_units(const Params& p, Shared& shared) {
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) *p.unit_count = before;
+  if (threadIdx.x == 0) *p.unit_count = earlier;
 }
 
 }  // namespace requests

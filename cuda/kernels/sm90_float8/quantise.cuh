@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(quantise::kThreads, 1024 / quantise
   const float largest = largest_of(largest_of_warps[0]);
   const int exponent = exponent_of(largest);
   if constexpr (kAmax) {
-    const float before = kTurns ? largest_of(largest_of_warps[1]) : largest;
-    if (threadIdx.x == 0) p.amax[blockIdx.x] = before;
+    const float unturned = kTurns ? largest_of(largest_of_warps[1]) : largest;
+    if (threadIdx.x == 0) p.amax[blockIdx.x] = unturned;
   }
   if (static_cast<int>(threadIdx.x) < ceil_div(count, kScaled)) {
     const int scale = block * (kPositions / kScaled) + threadIdx.x;

@@ -20,14 +20,14 @@ __device__ __forceinline__ uint4 half_sums(const float (&output)[kHalfColumns / 
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-struct Gathered {
+struct LatentGathered {
   static constexpr int kPieces = kHalfColumns / 32;    // of a row, of a warpgroup
   static constexpr int kOwn = kPieces / kCluster;      // that a CTA merges
   float4 pieces[kCluster][2][2][kOwn][kGroupThreads];  // by sender, warpgroup and row of a thread
   float4 rows[kCluster][kShareRows];                   // base, sum and exponent
 };
-static_assert(kCluster == 1 || Gathered::kPieces % kCluster == 0);
-static_assert(kCluster == 1 || sizeof(Gathered) <= sizeof(LatentShared::queries));
+static_assert(kCluster == 1 || LatentGathered::kPieces % kCluster == 0);
+static_assert(kCluster == 1 || sizeof(LatentGathered) <= sizeof(LatentShared::queries));
 
 // One thread calls, before it arrives at the cluster's barrier.
 __device__ __forceinline__ void expect_sums(const DecodeParams& p, const Share& share,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void expect_sums(const DecodeParams& p, const Share& 
 }
 
 template <int kGroup>
-struct LatentTogether {
+struct LatentClusterMerge {
   const DecodeParams& p;
   const Share& share;
   LatentShared& shared;
@@ -53,17 +53,19 @@ struct LatentTogether {
   __device__ __forceinline__ void send(int i, float total, int exponent) const {
     const float scale = ptx::power_of_two(-exponent);
 #pragma unroll
-    for (int j = 0; j < Gathered::kPieces; ++j) {
+    for (int j = 0; j < LatentGathered::kPieces; ++j) {
       const uint4 x = half_sums(output, i, j, scale);
       const float4 bits = make_float4(__uint_as_float(x.x), __uint_as_float(x.y),
                                       __uint_as_float(x.z), __uint_as_float(x.w));
-      send(&place(share.part, i, j % Gathered::kOwn), bits, j / Gathered::kOwn);
+      ptx::send_to(&place(share.part, i, j % LatentGathered::kOwn), bits, j / LatentGathered::kOwn,
+                   &shared.gathered);
     }
     if (kGroup == 1 || threadIdx.x % 4 != 0) return;
 #pragma unroll
     for (int cta = 0; cta < kCluster; ++cta) {
-      send(&gathered().rows[share.part][own_row(i)],
-           make_float4(base[i], total, __int_as_float(exponent), 0.0f), cta);
+      ptx::send_to(&gathered().rows[share.part][own_row(i)],
+                   make_float4(base[i], total, __int_as_float(exponent), 0.0f), cta,
+                   &shared.gathered);
     }
   }
 
@@ -75,15 +77,11 @@ struct LatentTogether {
   }
 
  private:
-  __device__ __forceinline__ Gathered& gathered() const {
-    return *reinterpret_cast<Gathered*>(shared.queries);
+  __device__ __forceinline__ LatentGathered& gathered() const {
+    return *reinterpret_cast<LatentGathered*>(shared.queries);
   }
   __device__ __forceinline__ float4& place(int cta, int i, int piece) const {
     return gathered().pieces[cta][kGroup][i][piece][threadIdx.x % kGroupThreads];
-  }
-  __device__ __forceinline__ void send(const float4* place, const float4& values, int cta) const {
-    ptx::send(ptx::address_in_cluster(ptx::shared_address(place), cta), values,
-              ptx::address_in_cluster(ptx::shared_address(&shared.gathered), cta));
   }
 
   __device__ __forceinline__ void merge(int i) const {
@@ -112,7 +110,7 @@ struct LatentTogether {
     uint4* const to =
         static_cast<uint4*>(p.out) + (of_unit * p.query_heads + of.head) * (kValueDim / 8);
 #pragma unroll
-    for (int j = 0; j < Gathered::kOwn; ++j) {
+    for (int j = 0; j < LatentGathered::kOwn; ++j) {
       float sums[16] = {};  // a fragment, of whose first row these are
 #pragma unroll
       for (int cta = 0; cta < kCluster; ++cta) {
@@ -128,7 +126,7 @@ struct LatentTogether {
       }
       uint32 pieces[4];
       fragment::gather_row(sums, 0, 1.0f, pieces);
-      const int chunk = kGroup * Gathered::kPieces + share.part * Gathered::kOwn + j;
+      const int chunk = kGroup * LatentGathered::kPieces + share.part * LatentGathered::kOwn + j;
       if (exists) {
         to[4 * chunk + threadIdx.x % 4] = make_uint4(pieces[0], pieces[1], pieces[2], pieces[3]);
       }

@@ -66,8 +66,8 @@ struct LatentResults {
       }
     }
     ptx::named_barrier_sync(kSumsBarrier, 2 * kGroupThreads);
-    const LatentTogether<kGroup> together{p, share, shared, unit, output, base};
-    if constexpr (kCluster > 1) together.wait();
+    const LatentClusterMerge<kGroup> cluster{p, share, shared, unit, output, base};
+    if constexpr (kCluster > 1) cluster.wait();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = own_row(i);
@@ -83,13 +83,13 @@ struct LatentResults {
           exponent[i] = 0;
         }
         if constexpr (kCluster > 1) {
-          together.send(i, total[i], exponent[i]);
+          cluster.send(i, total[i], exponent[i]);
         } else {
           leave(partial_row(blockIdx.x, is_first, 0), i, total[i], exponent[i]);
         }
       }
     }
-    if constexpr (kCluster > 1) together.merge();
+    if constexpr (kCluster > 1) cluster.merge();
   }
 
  private:
