@@ -48,6 +48,9 @@ def test_text_compiles():
     calls = "".join(
         f"  sum += value_{i}(value_{i}_of_head(p, 0, b, h), x, q, k);\n"
         f"  sum += slope_{i}(slope_{i}_of_head(p, 0, b, h), x, q, k, x);\n"
+        f"  const auto scaled_{i}_of = scaled_{i}_of_head(p, 0, b, h);\n"
+        f"  const auto row_{i} = scaled_{i}_of_query(scaled_{i}_of, q);\n"
+        f"  sum += row_{i}.factor * scaled_{i}(scaled_{i}_of, row_{i}, x, q, k);\n"
         for i in range(len(functions))
     )
     lines = [
@@ -58,8 +61,9 @@ def test_text_compiles():
             text += f"namespace of_{i} {{\n{line.define('lines_of_head')}}}\n"
             calls += f"  sum += of_{i}::lines_of_head(p, 0, b, h).after.constant;\n"
     program = f"""#include "ptx.cuh"
+constexpr bool kAddsToScores = false;
 {text}
-struct Params {{ struct {{ const void* data; long long batch; }} captures[8]; }};
+struct Params {{ struct {{ const void* data; long long batch; }} captures[8]; float scale; }};
 struct Indexed {{ int index; float real, offset; }};
 extern "C" __global__ void all(Params p, float x, int b, int h, Indexed q, Indexed k, float* to) {{
   float sum = 0.0f;
