@@ -35,16 +35,17 @@ static inline float FloatOf(uint32_t u) {
 
 static inline float ToFloat(float x) { return x; }
 static inline float ToFloat(BFloat16 x) { return FloatOf(uint32_t{x.bits} << 16); }
+// Here and below no float is below the normal range: XLA has threads take those for 0.
 static inline float ToFloat(Float16 x) {
   const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16;
   const uint32_t magnitude = uint32_t{x.bits & 0x7fffu} << 13;
   if (magnitude >= 0x0f800000u) return FloatOf(sign | magnitude | 0x7f800000u);  // inf, nan
-  // The multiplication by 2^112 rebases the exponent and normalises subnormal values.
-  return FloatOf(sign | BitsOf(FloatOf(magnitude) * 0x1p112f));
+  // Exponent 0 has no leading 1.
+  const float small = FloatOf(magnitude + 0x38800000u) - 0x1p-14f;
+  return FloatOf(sign | (magnitude < 0x00800000u ? BitsOf(small) : magnitude + 0x38000000u));
 }
 
-// Without numbers below the normal range, which XLA has threads take for 0, and without branches,
-// for vectors.
+// Without branches, for vectors.
 static inline float ToFloat(Float8 x) {
   const uint32_t magnitude = x.bits & 0x7fu;
   const float normal = FloatOf((magnitude << 20) + 0x3c000000u);

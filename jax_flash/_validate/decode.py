@@ -155,9 +155,12 @@ class Caches:
             dim = self.key_dim if name == names[0] else cache.shape[-1]
             expected = (*lead, cache.shape[-2], dim)
             if x.shape != expected:
+                kept = f"as the cache {cache.shape} has heads and features"
+                if self.latent_rows:
+                    kept = f"packed as they are written to the cache {cache.shape}"
                 raise ValueError(
                     f"{name} has shape {x.shape}; expected {expected}, a key or value for each "
-                    f"position, as the cache {cache.shape} has heads and features"
+                    f"position, {kept}"
                 )
             converts = self.quantized or self.latent_rows
             if not converts and x.dtype != cache.dtype:

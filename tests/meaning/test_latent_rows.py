@@ -180,6 +180,8 @@ def test_wrong_arguments_are_named():
             new_key=arrays["new_key"][..., :512])  # fmt: skip
     refused(TypeError, "new_key has dtype uint8; expected query's bfloat16",
             new_key=arrays["new_key"].astype("uint8"))  # fmt: skip
+    refused(ValueError, r"new_key .*656\); expected .*576\), .* packed as they are written",
+            new_key=jax_flash.pack_latent(arrays["new_key"]))  # fmt: skip
     refused(ValueError, "rotary_base is given without a value_cache", rotary_base=1e4)
     refused(NotImplementedError, "the CPU kernels have no packed rows", backend="cpu")
     with pytest.raises(TypeError, match="rows has dtype int32"):

@@ -77,6 +77,20 @@ def test_every_number_is_rounded_to_nearest_even_and_saturated(dtype):
     np.testing.assert_array_equal(got.astype("float32"), expected.astype("float32"))
 
 
+@EVERY
+def test_new_numbers_below_the_normal_range_of_float16(backend):
+    """All of them: threads of XLA's take float32 below its normal range for 0."""
+    x = np.arange(1024, dtype=np.uint16).view(np.float16).reshape(1, 1, 8, 128)
+    cache, scale = jnp.zeros(x.shape, FLOAT8), 2.0**-20
+    got = jax_flash.decode_attention(
+        x, cache, cache, jnp.array([1]), new_key=x, new_value=x,
+        key_scale=scale, value_scale=scale, backend=backend,
+    )  # fmt: skip
+    expected = (x.astype(np.float32) / scale).astype(FLOAT8)
+    for found in (got.key_cache, got.value_cache):
+        np.testing.assert_array_equal(found.astype("float32"), expected.astype("float32"))
+
+
 @pytest.mark.parametrize("pages", [None, 16])
 def test_a_prompt_is_written_as_one_token_after_the_other(pages):
     arrays = arrays_of(pages=pages, rows=2)
