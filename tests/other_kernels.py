@@ -12,6 +12,7 @@ import pytest
 
 from jax_flash import _gpu, _simplify
 from jax_flash._gpu import short_float32, sm90
+from jax_flash._gpu.sm90 import backward, backward_ring, forward_keys, forward_order, forward_rows
 
 from .cases import Arguments, Case
 
@@ -19,17 +20,17 @@ from .cases import Arguments, Case
 # wide heads have three warpgroups, gradients load boxes that begin early, sums of dq take turns, or
 # CTAs share a unit.
 _SHORTEST = (
-    (sm90.forward, "_FADING_QUERIES"),
-    (sm90.forward, "_FADING_KEYS"),
-    (sm90.forward, "_CUT_QUERIES"),
-    (sm90.forward, "_CUT_ROWS"),
-    (sm90.forward, "_LONG"),
-    (importlib.import_module("jax_flash._gpu.sm90.backward_ring"), "_RING_SHORTEST"),
-    (sm90.backward, "_EARLY_SHORTEST"),
-    (sm90.backward, "_UNIT_STEPS"),
-    (sm90.backward, "_WIDE_ENDS"),
-    (sm90.backward, "_FEWER_STEPS"),
-    (sm90.backward, "_SHARED_STEPS"),
+    (forward_keys, "_FADING_QUERIES"),
+    (forward_keys, "_FADING_KEYS"),
+    (forward_rows, "_CUT_QUERIES"),
+    (forward_rows, "_CUT_ROWS"),
+    (forward_rows, "_LONG"),
+    (backward_ring, "_RING_SHORTEST"),
+    (backward, "_EARLY_SHORTEST"),
+    (backward, "_UNIT_STEPS"),
+    (backward, "_WIDE_ENDS"),
+    (backward, "_FEWER_STEPS"),
+    (backward, "_SHARED_STEPS"),
     (importlib.import_module("jax_flash._gpu.sm90.backward_launch"), "_SHARE"),
 )
 
@@ -86,8 +87,8 @@ class AsIfLong(_AsElsewhere):
 
         for module, name in _SHORTEST:
             patch.setattr(module, name, 1)
-        for name, answer in (("is_one_round", False), ("fills_larger_units", True)):
-            patch.setattr(sm90.forward._Forward, name, answer)
+        patch.setattr(forward_order, "is_one_round", lambda facts: False)
+        patch.setattr(forward_rows, "fills_larger_units", lambda facts: True)
         for name in ("choose_forward", "choose_backward"):
             patch.setattr(sm90, name, noting(getattr(sm90, name)))
 

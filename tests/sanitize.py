@@ -52,7 +52,7 @@ import jax
 
 from jax_flash import _gpu, _native
 from jax_flash._gpu import paged
-from jax_flash._gpu.sm90 import forward
+from jax_flash._gpu.sm90 import forward_order, forward_rows
 
 from . import (
     decode_cases,
@@ -288,7 +288,7 @@ class Check:
             elif self.long:
                 compare_parts(arguments, AsIfLong(arguments, "consumers", 3).run("cuda"))
             elif self.case in GROUPED:
-                with mock.patch.object(forward, "multiprocessors", return_value=2):
+                with mock.patch.object(forward_rows, "has_many_rounds", return_value=True):
                     compare_parts(arguments, arguments.run("cuda"))
             elif self.case in CARRIED:
                 compare_copies(arguments, arguments.run("cuda"))
@@ -344,7 +344,7 @@ def every_lane(sources: dict[str, str]) -> dict[str, str]:
 def prepare(with_every_lane: bool) -> None:
     """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
-    forward._Forward.is_one_round = False  # from the counter, too
+    forward_order.is_one_round = lambda facts: False  # from the counter, too
     paged.FEWEST = 0  # by forward kernels over pages, however few the tokens
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources

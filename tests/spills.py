@@ -27,7 +27,7 @@ from unittest import mock
 
 from jax_flash import _explain, _gpu, _native
 from jax_flash._gpu import spills, spills_table
-from jax_flash._gpu.sm90 import forward
+from jax_flash._gpu.sm90 import forward_rows
 from jax_flash._gpu.spills_table import SPILLED
 from jax_flash._ops import passes
 from jax_flash._problem import TERMS, BlockMaskShape, Problem, Shapes, TermShape
@@ -68,20 +68,20 @@ _THREE = Candidate(
     most=4,
 )
 CANDIDATES = {
-    forward.TWO_TEAMS: Candidate(
+    forward_rows.TWO_TEAMS: Candidate(
         "forward",
         "left right float16 negative_scale narrow_values blocks_of_128 blocks_of_32 blocks_of_16",
         problem={"whole_blocks": True},
         shapes={**_NARROW, "q_len": 520, "kv_len": 520},
     ),
-    forward.THREE: _THREE,
-    forward.THREE_HIDE: dataclasses.replace(
+    forward_rows.THREE: _THREE,
+    forward_rows.THREE_HIDE: dataclasses.replace(
         _THREE,
         traits="query_lengths key_value_lengths query_segments sinks plane_of_bias softcap left "
         "right float16",
     ),
-    forward.THREE_DRAIN: _THREE,
-    forward.THREE_WIDE: Candidate(
+    forward_rows.THREE_DRAIN: _THREE,
+    forward_rows.THREE_WIDE: Candidate(
         "forward",
         "query_lengths key_value_lengths query_segments sinks left right float16",
         shapes={"batch": 4, "q_len": 8192, "kv_len": 8192},

@@ -14,8 +14,9 @@ from jax_flash._gpu import sm90_quantise
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
-from jax_flash._gpu.sm90.forward import l2_heads_of
+from jax_flash._gpu.sm90.facts import Facts
 from jax_flash._gpu.sm90.forward_launch import PART_BLOCKS, forward_launch
+from jax_flash._gpu.sm90.forward_order import l2_heads
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.sm90.hopper import multiprocessors
@@ -124,7 +125,7 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
         and problem.window[0] is None
         and splits_last_wave(shapes, gpu, 64 * consumers),
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
-        l2_heads=l2_heads_of(problem, shapes, gpu),
+        l2_heads=l2_heads(Facts(problem, shapes, gpu)),
         # Ids of segments take the producer's; of two warpgroups 24 are too few for scales.
         producer_registers=56 if segments and widest > 64 else 40,
     )

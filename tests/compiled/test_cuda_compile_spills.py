@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jax_flash import _explain, _gpu
-from jax_flash._gpu.sm90 import forward
+from jax_flash._gpu.sm90 import forward_rows
 from jax_flash._gpu.spills_table import NVRTC
 from jax_flash._ops import passes
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 
 # A set of each candidate, of those that spill most.
 SETS = {
-    forward.TWO_TEAMS: "blocks_of_128 left",
-    forward.THREE: "query_segments",
-    forward.THREE_HIDE: "query_segments softcap",
-    forward.THREE_DRAIN: "key_value_lengths left softcap",
+    forward_rows.TWO_TEAMS: "blocks_of_128 left",
+    forward_rows.THREE: "query_segments",
+    forward_rows.THREE_HIDE: "query_segments softcap",
+    forward_rows.THREE_DRAIN: "key_value_lengths left softcap",
 }
 
 

@@ -20,8 +20,10 @@ from jax_flash._gpu.sm90.backward import choose_backward, early_backward, takes_
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.sm90.forward import choose_forward, packs_heads
+from jax_flash._gpu.sm90.facts import Facts
+from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
+from jax_flash._gpu.sm90.forward_rows import packed_heads
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.sm90.hopper import early_tiles, multiprocessors, tma_loads_of
@@ -92,7 +94,7 @@ class Sm90(Family):
             by_positions = not forward and is_plain_window(problem) and widest <= 128
             if lengths[0] != lengths[1] and not by_positions:
                 return 1
-        together = group_size(shapes) if forward and packs_heads(problem, shapes, gpu) else 1
+        together = packed_heads(Facts(problem, shapes, gpu)) if forward else 1
         heads, length = shapes.q_heads if forward else shapes.kv_heads, max(lengths)
         if length > _BLOCK or batch * heads / together <= _ROUNDS * multiprocessors(gpu):
             return 1
@@ -123,7 +125,8 @@ class Sm90(Family):
         Nor in one whose positions would be read, which takes as long either way.
         """
         forward = call.target == "forward"
-        if forward and (folding.has_window(call.problem) or packs_heads(call.problem, shapes, gpu)):
+        packed = forward and packed_heads(Facts(call.problem, shapes, gpu)) > 1
+        if packed or (forward and folding.has_window(call.problem)):
             return False
         return fill_together(call, shapes, gpu)
 
