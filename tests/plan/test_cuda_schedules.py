@@ -284,6 +284,7 @@ DERIVED = {
     "kFits": "a dim that is copied by 16 bytes",
     "kInPieces": "of decoding, rows that start inside 4 bytes",
     "kSumsApart": "where sums of dq lie",
+    "kFewAtOnce": "of decoding in float32: steps of a score at once leave registers to few keys",
     "kAhead": "of decoding, queries of one item a thread, which it can ask for ahead",
     "kStraight": "of a template: elements without a test, along a line",
     "kLoad": "elements of a tile of the mask that a thread loads",
