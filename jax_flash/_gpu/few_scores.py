@@ -10,6 +10,7 @@ import math
 
 from jax_flash._call import Call
 from jax_flash._gpu import carrier, short_float32, sm90
+from jax_flash._gpu.sm90 import folds
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
@@ -138,7 +139,7 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
 
 def _read_once(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     """Tells whether kernels read keys once for all heads that share them, as Hopper's do."""
-    return gpu.arch in sm90.Sm90.architectures and sm90.fill_together(call, shapes, gpu)
+    return gpu.arch in sm90.Sm90.architectures and folds.fill_together(call, shapes, gpu)
 
 
 def _takes_float32(call: Call, shapes: Shapes, gpu: GpuSpec, scores: int) -> bool:
@@ -164,7 +165,7 @@ def _copies_pay(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     if rows * min(shapes.head_dim, shapes.value_dim) < _COPIED_ELEMENTS:
         return False
     carried = carrier.carried(following)
-    folded = sm90.Sm90().folds(carried, shapes, gpu)
+    folded = folds.fold_rows(carried, shapes, gpu)
     return folded * max(shapes.q_len, shapes.kv_len) >= _COPIED_LENGTH
 
 

@@ -10,26 +10,23 @@ import math
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu import folding
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Number, Plan
+from jax_flash._gpu.sm90 import folds
 from jax_flash._gpu.sm90.backward import choose_backward, early_backward, takes_turns
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.sm90.facts import Facts
 from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
-from jax_flash._gpu.sm90.forward_rows import packed_heads
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import early_tiles, multiprocessors, tma_loads_of
+from jax_flash._gpu.sm90.hopper import early_tiles, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_plain_window, known
-from jax_flash._gpu.workspaces import blocks
+from jax_flash._gpu.traits import group_size, is_bare, is_highest, known
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
@@ -70,65 +67,10 @@ class Sm90(Family):
         return tuple(dict.fromkeys(reasons))
 
     def folds(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> int:
-        """Rows that fill blocks together, where there are more than run at once.
-
-        Queries of heads that a unit of the forward pass has together fill blocks as they are.
-        """
-        problem, batch = call.problem, shapes.batch
-        bare = is_bare(dataclasses.replace(problem, terms=()))
-        if not bare or not folding.hides_keys(call, shapes):
-            return 1
-        if is_highest(problem) or problem.as_written:
-            return 1
-        lengths = shapes.q_len, shapes.kv_len
-        if not all(isinstance(x, int) for x in (batch, *lengths, shapes.q_heads)):
-            return 1
-        forward = call.target == "forward"
-        widest = max(shapes.head_dim, shapes.value_dim)
-        if folding.has_window(problem):
-            # It may count from where lengths end, which a longer row does not have. By positions
-            # the forward pass is two launches more: -30 %, where gradients gain a third.
-            if problem.bottom_right and problem.terms:
-                return 1
-            # Wide heads were not timed.
-            by_positions = not forward and is_plain_window(problem) and widest <= 128
-            if lengths[0] != lengths[1] and not by_positions:
-                return 1
-        together = packed_heads(Facts(problem, shapes, gpu)) if forward else 1
-        heads, length = shapes.q_heads if forward else shapes.kv_heads, max(lengths)
-        if length > _BLOCK or batch * heads / together <= _ROUNDS * multiprocessors(gpu):
-            return 1
-        met = 2 if problem.window[1] == 0 else 3  # blocks of keys that documents of one meet
-
-        def cost(rows: int) -> float:
-            """Counts pairs of blocks for each row."""
-            return (met * blocks(rows * length, _BLOCK) - (met - 1)) / rows
-
-        def fills(rows: int) -> bool:
-            """Tells whether blocks cut rows, of which enough are left."""
-            units = batch // rows * heads * blocks(rows * length, _BLOCK)
-            return rows * length > _BLOCK and units >= multiprocessors(gpu) / 2
-
-        cuts = lengths[0] == lengths[1] and widest <= 64  # wider heads were not timed
-        most = min(batch, (_LONGEST if cuts else _BLOCK) // length)
-        divisors = [rows for rows in range(1, most + 1) if batch % rows == 0]
-        whole = max(rows for rows in divisors if rows * length <= _BLOCK)
-        cut = [rows for rows in filter(fills, divisors) if cost(rows) <= _CUTS * cost(whole)]
-        best = min(map(cost, cut), default=0)
-        rows = next((rows for rows in cut if cost(rows) <= 1.05 * best), whole)
-        least = 2 if widest <= 64 and not forward else 4
-        return rows if least * together * cost(rows) <= 1 else 1
+        return folds.fold_rows(call, shapes, gpu)
 
     def folds_heads(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
-        """Not in a forward pass that packs a power of two of heads, without rows of their own.
-
-        Nor in one whose positions would be read, which takes as long either way.
-        """
-        forward = call.target == "forward"
-        packed = forward and packed_heads(Facts(call.problem, shapes, gpu)) > 1
-        if packed or (forward and folding.has_window(call.problem)):
-            return False
-        return fill_together(call, shapes, gpu)
+        return folds.fold_heads(call, shapes, gpu)
 
     def padded(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
         """Pads heads to rows that TMA loads, where copies take less than warps that load rows."""
@@ -189,26 +131,6 @@ class Sm90(Family):
         )
 
 
-def fill_together(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
-    """Tells whether heads that share keys fill half as many blocks of queries together.
-
-    Each head's own block reads the keys, and most of its queries are empty.
-    """
-    if not folding.may_fold_heads(call, shapes):
-        return False
-    batch, queries, keys = shapes.batch, shapes.q_len, shapes.kv_len
-    if not (isinstance(batch, int) and isinstance(keys, int)):
-        return False
-    group, block = group_size(shapes), _BLOCK // 2
-    fewer = group * blocks(queries, block) >= 2 * blocks(group * queries, block)
-    units = batch * shapes.q_heads * blocks(keys, _BLOCK)
-    if folding.has_window(call.problem):  # units of wide heads take a kv head's one by one
-        wide = max(shapes.head_dim, shapes.value_dim) > 128  # others were not timed
-        return wide and fewer and queries <= _WINDOW_QUERIES
-    many = units >= _HEADS_ROUNDS * multiprocessors(gpu)
-    return fewer and many and queries <= _COPIED_QUERIES * blocks(keys, _BLOCK)
-
-
 def _copies_pay(call: Call, shapes: Shapes) -> bool:
     """Tells whether rows are read so often, or in words so short, that their copies pay."""
     readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
@@ -234,12 +156,4 @@ _PADDED_FROM, _PADDED_FROM_FORWARD = 1024, 1536  # rows that read a row
 # Odd ones: 119 x 32, 20 heads of 243 261 to 184, 1032 to 464; 40 x 64, 6/3 of 187 45 to 36, 151 to
 # 102; 16 x 512, 6 of 75 111 to 60, 437 to 210.
 _PADDED_EVEN_FROM = 1024
-_BLOCK = 128  # positions of a block
-_CUTS = 0.7  # of the pairs of blocks where none cuts a row, at most
-_LONGEST = 8192  # positions of a row of such rows
-_ROUNDS = 2  # of units, of which folding spares some
-# Copies of queries and results in another order of heads are two kernels of 2 us at least; of 16
-# queries of 128 columns they take what half of the units of a block of keys do, by their bytes.
-_HEADS_ROUNDS, _COPIED_QUERIES = 8, 4
-_WINDOW_QUERIES = 8  # 17 x 3 and 64 keys, 12/1 heads of 256, gradients 54 to 33 us (H200)
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"
