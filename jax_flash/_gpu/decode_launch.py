@@ -6,9 +6,10 @@ clusters. Read next: cuda/kernels/decode_cta.cuh.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_flash import _latent_rows
+from jax_flash._gpu.decode_tiling import DecodeTiling
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Buffer, Kernel, Launch
 from jax_flash._gpu.shared_fields import LOG2E, MAX_INT, window_side
@@ -27,9 +28,6 @@ from jax_flash._gpu.sizes import (
     where,
 )
 from jax_flash._problem import Shapes
-
-if TYPE_CHECKING:
-    from jax_flash._gpu.decode import DecodeTiling
 
 MOST_ROTATED = 256  # features that the kernels rotate
 P, PAGE = Size("P"), Size("page")  # pages, or batch rows without a page table; positions in each
