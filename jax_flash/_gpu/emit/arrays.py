@@ -52,8 +52,8 @@ class Writer(ScalarWriter):
                 f"it computes with {math.prod(x.shape)} elements of an array at once"
             )
         array = np.empty(x.shape, object)
-        pairs = x.along is not None and x.even and x.dtype != "bool"
-        if pairs and math.prod(x.shape) == 1:
+        in_pairs = x.even and x.dtype != "bool" and math.prod(x.shape) == 1
+        if in_pairs and x.along is not None:
             place, dim, rest = x.along
             row = f"a{x.capture}" if rest.number == 0 else f"a{x.capture} + {rest.text}"
             text = f"element_along({row}, {place}, {self.lengths[place]}, {dim})"
