@@ -34,6 +34,10 @@ _SHARED_KEYS = 32  # so few, fewer heads too: H200, 1015 x 10, 3/1 heads of 256 
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
+# Beside keys or queries of up to a block, sums of more than four take longer. float16, H200: 1 x 5
+# x 92, 24 heads of 160 (2^20.8) 11 us for 8 by kernels, with gradients 27 for 21; 11 x 12 x 42, 6/3
+# of 48 (2^20.6) 7 for 6, 41 for 20; 9 x 4 x 40, 3 of 160 (2^19.4) 4 for 7, 21 for 19.
+_LITTLE_LONG, _BLOCK = 1 << 20, 128
 # Rows of heads that share keys, whose units are the emptiest, H200: 604 x 4, 4/2 heads of 64 13 to
 # 11 us, with gradients 50 to 22, 1578 x 5, 4/2 of 16 20 to 15, 45 to 34; 922 x 5, 4/2 of 40, of
 # 2^21.8, 16 to 19, 51 to 45. Forward alone XLA copies queries of such heads: 3 x 256 and 2 keys,
@@ -42,8 +46,9 @@ _SHORT, _LITTLE_SHORT, _COPIED_QUERIES = 8, 3 << 20, 64
 # 16 bits, a few queries too: H200, us and with gradients, 512 x 4, 12 heads of 64, a mask 15 to 12,
 # 40 to 26; 12/4 heads 27 to 17, 53 to 31; 128 x 6 and 3 keys, 8 of 128 11 to 7, 32 to 15. Kernels
 # take less for more queries, 512 x 16 and 4 keys 26 us for 32, 6 x 1024 and 2, 40 of 96 51 for 98,
-# but of few multiplications: 28 x 512 and 2, one of 112, a mask 11 to 10, 47 to 20.
-_FEW_KEYS, _FEW_QUERIES, _FEW_KEYS_SCORES, _FEW_KEYS_LITTLE = 4, 8, 1 << 19, 1 << 22
+# but of few multiplications: 28 x 512 and 2, one of 112, a mask 11 to 10, 47 to 20. 103 x 12 and 3,
+# 24 of 128, a mask 58 to 18, 171 to 40.
+_FEW_KEYS, _FEW_QUERIES, _FEW_KEYS_SCORES, _FEW_KEYS_LITTLE = 4, 12, 1 << 19, 1 << 22
 # 16 bits, rows that are no multiples of 16 bytes, which warps load: 82 x 2048 x 11 scores, a head
 # of 177, a bias and lengths of keys take 211 us for 324 forward, 453 for 1006 with gradients.
 _LOADED_KEYS, _LOADED_SCORES = 16, 1 << 21
@@ -107,6 +112,8 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     little = scores * widest <= (_LITTLE if own or max(queries, keys) > _SHORT else _LITTLE_SHORT)
     if not own and not backward and queries > _COPIED_QUERIES:
         little = False
+    if min(queries, keys) > _FEW_KEYS and _LITTLE_OWN < max(queries, keys) <= _BLOCK:
+        little = little and scores * widest <= _LITTLE_LONG
     simple = _LOADED_TERMS.issuperset(call.problem.terms)
     simple &= call.problem.softcap is None and call.problem.score is None
     if simple and keys <= _FEW_KEYS:

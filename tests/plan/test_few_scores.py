@@ -34,7 +34,8 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 4097}, False),
         ("bfloat16", {"kv_len": 5, "kv_heads": 8, "batch": 3000}, False),
         ("bfloat16", {"kv_len": 4, "kv_heads": 4, "batch": 2048, "q_len": 8}, True),
-        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1500, "q_len": 9}, False),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1200, "q_len": 12}, True),
+        ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1200, "q_len": 13}, False),
         ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 512, "kv_heads": 8}, True),
         ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 513, "kv_heads": 8}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
@@ -108,6 +109,9 @@ def test_which_where_kernels_load_or_walk_long(sizes: tuple[int, ...], taken: bo
         ((922, 5, 5, 4, 2, 40), False, False),  # more than 3 x 2^20
         ((604, 4, 4, 4, 4, 64), True, True),  # few keys
         ((430, 5, 5, 2, 2, 104), False, False),  # heads of their own
+        ((1, 5, 92, 24, 24, 160), False, False),  # more than 2^20, and long
+        ((1, 5, 92, 12, 12, 160), True, True),
+        ((11, 12, 42, 6, 3, 48), False, False),
         ((304, 17, 17, 20, 4, 198), False, True),  # loaded by warps
         ((304, 17, 17, 20, 4, 200), False, False),
         ((304, 17, 17, 20, 20, 198), False, False),
