@@ -34,9 +34,10 @@ _SHARED_KEYS = 32  # so few, fewer heads too: H200, 1015 x 10, 3/1 heads of 256 
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
-# Beside keys or queries of up to a block, sums of more than four take longer. float16, H200: 1 x 5
-# x 92, 24 heads of 160 (2^20.8) 11 us for 8 by kernels, with gradients 27 for 21; 11 x 12 x 42, 6/3
-# of 48 (2^20.6) 7 for 6, 41 for 20; 9 x 4 x 40, 3 of 160 (2^19.4) 4 for 7, 21 for 19.
+# Half as much where queries or keys are 33 to 128, a block of a kernel, and neither are few: XLA's
+# columns are long. float16, H200: 1 x 5 x 92, 24 heads of 160 (2^20.8) 11 us for 8 by kernels, with
+# gradients 27 for 21; 11 x 12 x 42, 6/3 of 48 (2^20.6) 7 for 6, 41 for 20. Other dtypes and terms
+# than causality were not timed.
 _LITTLE_LONG, _BLOCK = 1 << 20, 128
 # Rows of heads that share keys, whose units are the emptiest, H200: 604 x 4, 4/2 heads of 64 13 to
 # 11 us, with gradients 50 to 22, 1578 x 5, 4/2 of 16 20 to 15, 45 to 34; 922 x 5, 4/2 of 40, of
