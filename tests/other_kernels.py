@@ -12,7 +12,14 @@ import pytest
 
 from jax_flash import _gpu, _simplify
 from jax_flash._gpu import short_float32, sm90
-from jax_flash._gpu.sm90 import backward, backward_ring, forward_keys, forward_order, forward_rows
+from jax_flash._gpu.sm90 import (
+    backward,
+    backward_ring,
+    backward_units,
+    forward_keys,
+    forward_order,
+    forward_rows,
+)
 
 from .cases import Arguments, Case
 
@@ -27,10 +34,10 @@ _SHORTEST = (
     (forward_rows, "_LONG"),
     (backward_ring, "_RING_SHORTEST"),
     (backward, "_EARLY_SHORTEST"),
-    (backward, "_UNIT_STEPS"),
-    (backward, "_WIDE_ENDS"),
-    (backward, "_FEWER_STEPS"),
-    (backward, "_SHARED_STEPS"),
+    (backward_units, "_UNIT_STEPS"),
+    (backward_units, "_WIDE_ENDS"),
+    (backward_units, "_FEWER_STEPS"),
+    (backward_units, "_SHARED_STEPS"),
     (importlib.import_module("jax_flash._gpu.sm90.backward_launch"), "_SHARE"),
 )
 
