@@ -72,7 +72,7 @@ CANDIDATES = {
         "forward",
         "left right float16 negative_scale narrow_values blocks_of_128 blocks_of_32 blocks_of_16",
         problem={"whole_blocks": True},
-        shapes={**_NARROW, "q_len": 520, "kv_len": 520},
+        shapes={**_NARROW, "batch": 8, "q_len": 520, "kv_len": 520},
     ),
     forward_rows.THREE: _THREE,
     forward_rows.THREE_HIDE: dataclasses.replace(

@@ -31,12 +31,15 @@ from jax_flash._gpu.sm90.forward_rows import (
     holds_queries,
     is_roomy_layout,
     leaves_teams_room,
+    one_if_few,
     packed_heads,
     tests_few,
+    three_if_few,
     three_if_grouped,
     three_if_long,
     three_if_middle,
     three_if_narrow,
+    two_if_few,
 )
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.sm90.hopper import early_tiles
@@ -103,6 +106,11 @@ def _has_blocks_of_80(facts: Facts) -> bool:
     return three_if_middle(facts) or (three_if_grouped(facts) and facts.shapes.value_dim > 96)
 
 
+def _has_larger_units(facts: Facts) -> bool:
+    return three_if_long(facts) or three_if_few(facts)
+
+
+_OF_ONE = {"consumers": 1, "ping_pong": False}
 _OF_THREE = {"block_kv": 128, "consumers": 3, "stages": 4, "query_stages": 2, "ping_pong": False}
 _OF_THREE_64 = {**_OF_THREE, "block_kv": 64}
 _OF_TEAMS = {"block_kv": 64, "teams": 2, "stages": 5, "query_stages": 2, "ping_pong": False}
@@ -114,6 +122,11 @@ _FORWARD = (
     # Four warps load, since TMA cannot.
     _row(lambda x: not x.tma_loads and x.widest <= 128, query_stages=2),
     _row(lambda x: not x.tma_loads),
+    # Few units.
+    _row(lambda x: one_if_few(x) and max(x.widest, x.keys) <= 64, block_kv=64, **_OF_ONE),
+    _row(one_if_few, **_OF_ONE),
+    _row(two_if_few),
+    _row(lambda x: x.widest <= 64 and three_if_few(x), **_OF_THREE),
     # Head dims up to 64.
     _row(
         fits_one_warpgroup,
@@ -154,8 +167,14 @@ _FORWARD = (
     ),
     _row(_has_blocks_of_80, dynamic=True, **{**_OF_THREE, "block_kv": 80, "stages": 3}),
     _row(three_if_grouped, consumers=3, stages=3, ping_pong=False, dynamic=True),
-    _row(lambda x: three_if_long(x) and block_kv(x) == 80, consumers=3, stages=4, ping_pong=False),
-    _row(three_if_long, consumers=3, stages=3, ping_pong=False),
+    _row(lambda x: three_if_few(x) and x.keys < 1024, **_OF_THREE_64),
+    _row(
+        lambda x: _has_larger_units(x) and block_kv(x) == 80,
+        consumers=3,
+        stages=4,
+        ping_pong=False,
+    ),
+    _row(_has_larger_units, consumers=3, stages=3, ping_pong=False),
     # 3 to 11 % by the producer's registers.
     _row(lambda x: x.widest <= 128 and is_layout(x.problem), stages=3, producer_registers=40),
     _row(lambda x: x.widest <= 128 and has_one_block(x), stages=3, query_stages=2, ping_pong=False),

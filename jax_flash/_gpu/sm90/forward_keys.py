@@ -6,7 +6,12 @@ Read next: forward_order.py, which has the order of units.
 from __future__ import annotations
 
 from jax_flash._gpu.sm90.facts import Facts
-from jax_flash._gpu.sm90.forward_rows import has_many_rounds, three_if_grouped, three_if_long
+from jax_flash._gpu.sm90.forward_rows import (
+    has_many_rounds,
+    three_if_few,
+    three_if_grouped,
+    three_if_long,
+)
 from jax_flash._gpu.traits import is_plane, is_ragged
 from jax_flash._gpu.workspaces import boxes
 
@@ -71,7 +76,7 @@ def producer_registers(facts: Facts) -> int:
 
 def block_kv(facts: Facts) -> int:
     """Keys of a block, of which the table names no other number."""
-    if three_if_long(facts) or three_if_grouped(facts):
+    if three_if_long(facts) or three_if_grouped(facts) or three_if_few(facts):
         # With its columns of the result a row has registers for no more.
         columns = facts.shapes.value_dim
         return 112 if columns <= 80 else 96 if columns <= 96 else 80

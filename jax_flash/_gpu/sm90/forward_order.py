@@ -10,6 +10,7 @@ from jax_flash._gpu.sm90.forward_rows import (
     cuts_documents,
     has_short_units,
     packed_heads,
+    three_if_few,
     three_if_grouped,
     three_if_long,
     three_if_middle,
@@ -36,6 +37,8 @@ def dynamic(facts: Facts) -> bool:
 
 def is_one_round(facts: Facts) -> bool:
     """Each team has one unit at most, of 128 rows or more: there is no other to ask for."""
+    if facts.widest <= 64 and three_if_few(facts):
+        return True
     units, teams = units_of(facts, 128), 2 if facts.widest <= 64 and has_short_units(facts) else 1
     return units is not None and units <= teams * facts.sms
 

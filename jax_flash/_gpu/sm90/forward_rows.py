@@ -30,6 +30,56 @@ def has_many_rounds(facts: Facts) -> bool:
     return (units_of(facts, 192) or 0) >= 10 * facts.sms
 
 
+# Few units: one round of smaller or larger ones.
+
+
+def is_round(facts: Facts, rows: int) -> bool:
+    """Tells whether each multiprocessor has at most one unit of so many rows, of packed heads too.
+
+    Pages, functions, positions, block masks and parts of float32 were not timed in few units. A mask
+    beside dropout takes 6 bytes of one warpgroup at head dim 128.
+    """
+    if not facts.are_known("batch", "q_heads", "q_len"):
+        return False
+    others = facts.has("block_numbers", "query_positions") or facts.is_mapped
+    others = others or (facts.problem.masked and facts.has("dropout_state"))
+    others = others or facts.problem.split or facts.halves or facts.shapes.page_size is not None
+    packed = packed_heads(facts)
+    units = -(-facts.queries * packed // rows) * (facts.shapes.q_heads // packed)
+    return facts.tma_loads and not others and facts.shapes.batch * units <= facts.sms
+
+
+def one_if_few(facts: Facts) -> bool:
+    """One warpgroup: what two take in turns, more multiprocessors take at once.
+
+    H200, of the time before: d64 0.64 to 0.92, d128 0.77 to 0.97, d192 0.79 to 0.85, d256 0.76 to
+    0.86, with terms too. In two rounds of 64 rows, or two at once, d128 1.1 to 1.4.
+    """
+    return is_round(facts, 64)
+
+
+def two_if_few(facts: Facts) -> bool:
+    """Two warpgroups in turns, for two teams or three, up to head dim 64: 0.84 to 0.95."""
+    return facts.widest <= 64 and is_round(facts, 128) and not one_if_few(facts)
+
+
+def three_if_few(facts: Facts) -> bool:
+    """Three warpgroups where fewer rounds take less time, in at most two.
+
+    H200: one for two d128 0.76 to 0.80, d96 0.75, causal 1.18, d64 0.87 to 0.94, causal 0.91; two
+    for three d128 0.94, d64 as long by what two teams take.
+    """
+    units, larger = units_of(facts, 128), units_of(facts, 192)
+    timed = facts.is_plain_16 and 384 <= facts.shortest <= facts.longest <= 2048
+    if units is None or larger is None or not timed or packed_heads(facts) > 1:
+        return False
+    if facts.widest <= 64:
+        return larger <= facts.sms < units
+    even = facts.widest <= 128 and facts.longest < _LONG and not facts.is_uneven
+    fills = even and larger <= 2 * facts.sms and fills_larger_units(facts)
+    return fills and not facts.spills(THREE_WIDE)
+
+
 # Rows of several heads.
 
 
@@ -179,6 +229,7 @@ def has_short_units(facts: Facts) -> bool:
     if many and facts.widest <= 64 and facts.shortest >= 512:
         most = _LONG - 1 if facts.is_uneven else 0
     short = facts.is_plain and facts.longest <= most and not packs_few(facts)
+    short = short and not (is_round(facts, 128) or three_if_few(facts))
     # Copies of float32 were not timed.
     return short and not facts.problem.split and not facts.spills(TWO_TEAMS)
 

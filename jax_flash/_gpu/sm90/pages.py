@@ -80,7 +80,7 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
 
     Query heads that share keys share units, too.
     """
-    dense = dataclasses.replace(shapes, batch=1, page_size=None)
+    dense = dataclasses.replace(shapes, batch=1)
     terms = ("query_lengths", "key_value_lengths", *problem.terms)
     lengths = dataclasses.replace(problem, bottom_right=False, terms=terms)
     tiling = choose_forward(lengths, dense, gpu)
