@@ -149,6 +149,11 @@ LONG = (  # as calls of many queries and keys
     C("three warpgroups 128", H=128, T=300, S=333, N=4, K=2, causal=True),
     C("three warpgroups 72", H=72, T=390, S=250, sinks=True, kv_lengths=(201,)),
 )
+# Units of 64 rows where they are few.
+FEW = (
+    C("few units", T=200, S=300, N=4, K=2, causal=True),
+    C("few units 192", H=192, T=100, S=200, sinks=True, kv_lengths=(150,)),
+)
 # With as many units a multiprocessor as large batches have.
 GROUPED = (C("three warpgroups, grouped heads", H=128, T=1024, S=1024, N=8, K=2, causal=True),)
 # float32 at default precision: float16 copies, and what they do not hold.
@@ -290,14 +295,18 @@ class Check:
             elif self.case in GROUPED:
                 with mock.patch.object(forward_rows, "has_many_rounds", return_value=True):
                     compare_parts(arguments, arguments.run("cuda"))
+            elif self.case in FEW:
+                with mock.patch.object(forward_rows, "is_round", is_round):
+                    compare_parts(arguments, arguments.run("cuda"))
             elif self.case in CARRIED:
                 compare_copies(arguments, arguments.run("cuda"))
             else:
                 compare_parts(arguments, arguments.run("cuda"))
 
 
+is_round = forward_rows.is_round
 CHECKS = {
-    **{case.name: Check(case) for case in (*CASES, *GROUPED, *CARRIED, *IN_PARTS)},
+    **{case.name: Check(case) for case in (*CASES, *FEW, *GROUPED, *CARRIED, *IN_PARTS)},
     **{case.name: Check(case, long=True) for case in LONG},
     **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
@@ -345,6 +354,7 @@ def prepare(with_every_lane: bool) -> None:
     """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
     forward_order.is_one_round = lambda facts: False  # from the counter, too
+    forward_rows.is_round = lambda facts, rows: False  # tiles of many units
     paged.FEWEST = 0  # by forward kernels over pages, however few the tokens
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
