@@ -51,6 +51,9 @@ def tuned(name: str) -> Configurations:
     short = dataclasses.replace(SHAPES, batch=32, q_len=512, kv_len=512, head_dim=64, value_dim=64)
     for window in ((None, None), (None, 0)):  # two teams
         yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
+    two = dataclasses.replace(short, batch=1, q_heads=32, kv_heads=32)
+    yield "64/64 few units of 128 rows", dataclasses.replace(PLAIN, window=(None, 0)), two
+    yield from few_units((64, "everything"), (128, "window"), (192, "lengths"), (256, "softcap"))
     for dim in (72, 96, 128):  # three warpgroups, blocks of 112, 96 and 80 keys
         many = dataclasses.replace(SHAPES, batch=4, head_dim=dim, value_dim=dim)
         yield f"{dim}/{dim} many units", PLAIN, many
@@ -114,6 +117,15 @@ def close() -> Configurations:
 
 
 RING_DIMS = [(64, 64), (96, 72), (128, 128), (40, 128)]
+
+
+def few_units(*chosen: tuple[int, str]) -> Configurations:
+    """One warpgroup, alone and beside terms."""
+    few = dataclasses.replace(SHAPES, batch=1, q_len=512, kv_len=512)
+    for dim, feature in chosen:
+        shapes = dataclasses.replace(few, head_dim=dim, value_dim=dim)
+        yield f"{dim} few units", dataclasses.replace(PLAIN, window=(None, 0)), shapes
+        yield f"{dim} few units, {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), shapes
 
 
 def each_once(found: Configurations) -> Configurations:
@@ -197,6 +209,7 @@ def others(name: str) -> Configurations:
     for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    yield from few_units(*itertools.product((64, 128, 256), FEATURES))
     yield from masks()
     yield from dropouts()
     yield from biases()
