@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 
 import jax_flash
 from jax_flash import _native
+from jax_flash._gpu.sm90 import forward_rows
 from jax_flash._ops import shared
 
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
@@ -204,7 +206,11 @@ def _placed(request: pytest.FixtureRequest):
     """Runs the test on the devices of its backend: the CPU unless the backend is "cuda"."""
     name = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else ""
     if name == "cuda" or request.node.get_closest_marker("gpu"):
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            # Cases are small: half of them have the kernels of many units.
+            if zlib.crc32(request.node.nodeid.encode()) % 2:
+                patch.setattr(forward_rows, "is_round", lambda facts, rows: False)
+            yield
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             yield

@@ -58,6 +58,8 @@ CASES = (
       align=BOTTOM_RIGHT),
     C("heads by positions, folded", T=3, S=70, N=12, K=1, H=192, causal=True,
       align=BOTTOM_RIGHT),
+    C("few units", N=1, S=300, causal=True, align=BOTTOM_RIGHT, dtype="float16"),
+    C("few units of 128 rows", N=1, T=330), C("few units of 192 rows", N=1, T=390, S=390),
     # Which pairs there are.
     C("window", window=(70, 20), T=300, S=300, softcap=5.0),
     C("softcap far", softcap=0.5, scale=-0.3),
