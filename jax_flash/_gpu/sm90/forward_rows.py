@@ -36,8 +36,8 @@ def has_many_rounds(facts: Facts) -> bool:
 def is_round(facts: Facts, rows: int) -> bool:
     """Tells whether each multiprocessor has at most one unit of so many rows, of packed heads too.
 
-    Pages, functions, positions, block masks and parts of float32 were not timed in few units. A mask
-    beside dropout takes 6 bytes of one warpgroup at head dim 128.
+    Pages, functions, positions, block masks and parts of float32 were not timed in few units. A
+    mask beside dropout takes 6 bytes of one warpgroup at head dim 128.
     """
     if not facts.are_known("batch", "q_heads", "q_len"):
         return False
