@@ -132,6 +132,7 @@ class Shapes:
     mask: TermShape | None = None
     block_mask: BlockMaskShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
+    pages: int | None = None  # of the pool, where a plan asks for them
     scales_of_pages: bool = False  # pages of eight bits have scales of their own
     own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
     chosen: int | None = None  # keys that each query is given to read; None: all

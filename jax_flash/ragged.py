@@ -79,6 +79,8 @@ def ragged_paged_attention(
     calls, with keys from pages: bfloat16 and float16, head dims up to 256 that 8 divides, values
     of their own, and place for 64 tokens times query heads for each multiprocessor (an H100 or
     H200: 8448; in pages of a multiple of 8 positions its own kernel, else that of other GPUs).
+    There bfloat16 queries have pages of eight bits copied to bfloat16 ahead of it, where a request
+    has so many tokens that this takes less time, and while copies take at most 1 GiB.
     Otherwise they are cut on the device into pieces, each a row: of up to 64 tokens, and of fewer
     where B is more than 3/64 of the tokens. So choose B and the place for tokens near what there
     is.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 
 import jax_flash
+from jax_flash._gpu import copies
 
 from .decode_cases import Arguments, Case, L, compare
 from .numpy_oracle import rotated
-from .ragged_cases import Batch, Drawn
+from .ragged_cases import MIXED, OVER_PAGES, Batch, Drawn
 
 FLOAT8, INT8 = "float8_e4m3fn", "int8"
 _DTYPES = {FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn), INT8: np.dtype(np.int8)}
@@ -100,23 +103,25 @@ def check(arguments: Arguments, got: jax_flash.Decoded) -> None:
     return compare(arguments, got)
 
 
-def quantize_batch(batch: Batch, *, varied: bool = False) -> Drawn:
-    """Draws a batch whose pages are float8_e4m3fn."""
-    drawn = batch.draw()
+def quantize_batch(
+    batch: Batch, dtype: str = FLOAT8, *, varied: bool = False, seed: int = 0
+) -> Drawn:
+    """Draws a batch whose pages have eight bits."""
+    drawn = batch.draw(seed)
     count, size, heads, _ = drawn.after["key"].shape
     seen = ~np.isnan(drawn.after["key"].astype(np.float32)).all((1, 2, 3))
     scales = draw_scales(count, heads, varied, seen)
     arrays, table = drawn.arrays | scales, drawn.arrays["page_table"]
     before = {name: drawn.arrays[f"{name}_pages"] for name in ("key", "value")}
-    arrays |= {f"{name}_pages": x for name, x in stored(before, scales, FLOAT8).items()}
+    arrays |= {f"{name}_pages": x for name, x in stored(before, scales, dtype).items()}
     held = []
     for b, row in enumerate(drawn.held):
         held.append({})
         for name, x in row.items():
             page = table[b, np.arange(len(x)) // size].clip(0, count - 1)
             own = np.broadcast_to(scales[f"{name}_scale"], (count, heads))[page][..., None]
-            held[b][name] = rounded(x, own, FLOAT8).astype(np.float64) * own
-    return Drawn(batch, arrays, held, stored(drawn.after, scales, FLOAT8))
+            held[b][name] = rounded(x, own, dtype).astype(np.float64) * own
+    return Drawn(batch, arrays, held, stored(drawn.after, scales, dtype))
 
 
 _PAGED = {"page": 16, "dtype": "bfloat16", "lengths": (L, 33, 0, 50)}
@@ -131,4 +136,63 @@ CASES: list[tuple[Case, str, bool]] = [
     (Case("nothing new", N=16, K=1, H=64, appends=False, dtype="bfloat16"), FLOAT8, False),
     (Case("latent", N=16, **_LATENT), FLOAT8, True),
     (Case("integers", T=3, N=8, H=64, page=16, window=70, dtype="bfloat16"), INT8, True),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """A batch of which pages of some requests are copied to bfloat16; others run in pieces.
+
+    Attributes:
+      requests: those that are.
+      place: pages that there is place for; None: as many as there would be.
+      fewest: query rows of a request from which its pages are copied.
+      more: pages of the pool beyond those that requests have.
+    """
+
+    batch: Batch
+    dtype: str
+    varied: bool
+    requests: tuple[int, ...]
+    place: int | None = None
+    fewest: int = 1
+    more: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch.name} {self.dtype} {self.requests}"
+
+    def draw(self, seed: int) -> Drawn:
+        drawn = quantize_batch(self.batch, self.dtype, varied=self.varied, seed=seed)
+        for b in self.requests:
+            for name, x in drawn.held[b].items():
+                drawn.held[b][name] = x.astype(ml_dtypes.bfloat16).astype(np.float64)
+        for arrays, name in ((drawn.arrays, "{}_pages"), (drawn.after, "{}")):
+            for x in map(name.format, ("key", "value")):
+                more = np.zeros_like(arrays[x][: self.more])
+                arrays[x] = np.concatenate([arrays[x], more])
+        return drawn
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Has these requests copied."""
+        batch, before = self.batch, (copies.FEWEST_ROWS, copies.MOST_BYTES)
+        page = 2 * batch.page * batch.K * (batch.H + batch.value_dim)
+        copies.FEWEST_ROWS = self.fewest
+        copies.MOST_BYTES = before[1] if self.place is None else self.place * page
+        try:
+            yield
+        finally:
+            copies.FEWEST_ROWS, copies.MOST_BYTES = before
+
+
+_EIGHT = dataclasses.replace(MIXED, rotary=None)
+COPIED = [
+    Copied(_EIGHT, FLOAT8, True, (1,), fewest=copies.FEWEST_ROWS),
+    Copied(_EIGHT, FLOAT8, True, (1, 4), place=17),  # 13 pages and 4; 6 more of the next
+    # 26 pages, of those that its window sees, and 10: each copied to where it stands among them.
+    Copied(
+        dataclasses.replace(OVER_PAGES[1][0], dtype="bfloat16"), INT8, False, (0, 1), 36, more=9
+    ),
+    Copied(dataclasses.replace(OVER_PAGES[3][0], Hv=72), INT8, True, (0, 2)),
 ]

@@ -27,12 +27,17 @@ FEWEST = 0.5  # units that tokens fill, of a multiprocessor
 _MULTIPROCESSORS = 132  # of a GPU that is not known
 
 
-def refuse(call: Call, shapes: Shapes, gpu: GpuSpec, kernels: str) -> list[str]:
-    """Lists why such kernels do not run a call, whatever the family."""
+def refuse(
+    call: Call, shapes: Shapes, gpu: GpuSpec, kernels: str, copied: tuple[str, ...] = ()
+) -> list[str]:
+    """Lists why such kernels do not run a call, whatever the family.
+
+    copied: dtypes of pages that are copied ahead.
+    """
     reasons = []
     if call.problem.dtype not in ("bfloat16", "float16"):
         reasons.append(f"{kernels} take bfloat16 and float16, not {call.problem.dtype}")
-    if call.cache_dtype != call.problem.dtype:
+    if call.cache_dtype not in (call.problem.dtype, *copied):
         reasons.append(f"{kernels} have no caches of {call.cache_dtype}")
     dims = shapes.head_dim, shapes.value_dim
     if max(dims) > 256 or dims[0] % 8 or dims[1] % 8:
@@ -90,18 +95,20 @@ def checks(packed: int, page_size: int) -> tuple[tuple[AnySize, str], ...]:
 
 
 def fields(
-    units: AnySize | None, in_common: bool = False, tails: bool = False
+    units: AnySize | None, in_common: bool = False, tails: bool = False, copied: bool = False
 ) -> tuple[Field, ...]:
     """Returns what says where requests have their tokens and keys; None: there are none.
 
     in_common: their keys are in parts, each of which all of a request's tokens see.
     tails: and each token sees keys of its own.
+    copied: pages are copies, those of copies.fields.
     """
+    table = "copied_table" if copied else "page_table"
     plan = None if units is None or in_common else Scratch("s32", (units, 4))
     first, count = (None, None) if in_common else ("first", "count")
     parts = B // REQUESTS - int(tails)
     made = (
-        Field("const int*", "page_table", "page_table", "[requests or fewer, columns]"),
+        Field("const int*", "page_table", table, "[requests or fewer, columns]"),
         Field("const int*", "request_lengths", "lengths", "[requests] positions; see RequestUnit"),
         Field("const int*", "request_firsts", first, "[requests] first tokens"),
         Field("const int*", "request_counts", count, "[requests] tokens"),
@@ -135,13 +142,16 @@ def buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
         "page_table": ("rows", "columns"),
         "own_table": ("own_rows", "own_columns"),
         "tails": ("requests", "T", "4"),
+        "key_scale": ("key_scale.P:P", "K"),
+        "value_scale": ("value_scale.P:P", "K"),
         "sinks": ("N",),
         "out": (*parts, "T", "N", value),
         "lse": (*parts, "T", "N"),
     }
     integers = ("lengths", "first", "count", "page_table", "own_table", "tails")
     dtypes: dict[str, Any] = dict.fromkeys(integers, "int32")
-    dtypes |= dict.fromkeys(("sinks", "lse"), "float32")
+    dtypes |= dict.fromkeys(("sinks", "lse", "key_scale", "value_scale"), "float32")
+    dtypes |= dict.fromkeys("kv", call.cache_dtype)
     dtype = name_of(dtypes.get(name, call.problem.dtype))
     if merges and name in call.results:  # parts of them, workspaces, are out and lse
         return Buffer({"out": "merged", "lse": "merged_lse"}[name], (dtype,), dims[name])
@@ -161,7 +171,9 @@ def plan(
         operands=tuple(buffer(call, shapes, name) for name in call.operands),
         results=tuple(buffer(call, shapes, name) for name in call.results),
         same=(),
-        dims=dims_of(dataclasses.replace(shapes, batch=batch)) | {"requests": shapes.batch},
+        dims=dims_of(dataclasses.replace(shapes, batch=batch))
+        | {"requests": shapes.batch, "P": shapes.pages, "page": shapes.page_size}
+        | {"columns": shapes.kv_len // (shapes.page_size or 1)},
         **made,
     )
 

@@ -30,6 +30,7 @@ from jax.interpreters import ad
 
 from jax_flash import _backends
 from jax_flash._call import Call
+from jax_flash._gpu import copies
 from jax_flash._ops import primitive
 from jax_flash._ops.decode import (
     SCALES,
@@ -40,7 +41,7 @@ from jax_flash._ops.decode import (
     no_derivative,
     of_pages,
 )
-from jax_flash._ops.requests import Requests, choose, cut, piece_size, take
+from jax_flash._ops.requests import Requests, choose, cut, piece_size, running, take
 from jax_flash._problem import Shapes
 from jax_flash._varying import vary_over
 
@@ -109,6 +110,7 @@ class Prefill(Call):
             head_dim=q.shape[-1],
             value_dim=self.value_dim or operands["v"].shape[-1],
             page_size=k.shape[-3],
+            pages=k.shape[-4],
             scales_of_pages=have_own_scales(operands),
         )
 
@@ -122,17 +124,40 @@ class Prefill(Call):
         return self._in_pieces(lambda call, *x: call.blockwise(*x), *operands)
 
     def run_kernel(self, kernel: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        named, shapes = (
-            self.name_operands(operands),
-            self.result_shapes(self.name_operands(operands)),
-        )
-        if "sinks" in named and math.prod(named["sinks"].shape[:-1]) != 1:  # a member's own
+        given = self.name_operands(operands)
+        if "sinks" in given and math.prod(given["sinks"].shape[:-1]) != 1:  # a member's own
             return self.run_instead(kernel, *operands)
-        flat = _joined(named)
+        named = _joined(given)
+        flat = dict(named)
         if "sinks" in flat:
             flat["sinks"] = flat["sinks"][0]
+        copied = self._copied(named) if self.quantized else None
+        if copied is not None:
+            flat["count"] = jnp.where(copied, named["count"], 0)
+            named["count"] = jnp.where(copied, 0, named["count"])
         results = kernel(self, *(flat[name] for name in self.operands))
+        if copied is not None:
+            results = self._cut(lambda call, *x: call.run_kernel(kernel, *x), named, results)
+        shapes = self.result_shapes(given)
         return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+
+    def _copied(self, named: Mapping[str, jax.Array]) -> jax.Array | None:
+        """Computes which requests `[R]` have their pages copied ahead; None: all.
+
+        Those of more than a few tokens, the first ones that there is place for.
+        """
+        shapes, rows, page = self.shapes(named), named["page_table"].shape[0], named["k"].shape[-3]
+        size = piece_size(shapes.q_len, rows)
+        if copies.hold_all(shapes) and copies.pay(1, size, shapes):
+            return None
+        lengths, count, left = named["lengths"], named["count"], self.problem.window[0]
+        pay = copies.pay(count, size, shapes)
+        first = 0 if left is None else jnp.maximum(lengths - count - left, 0) // page
+        pages = jnp.where(
+            pay & (lengths > 0), -(-lengths // page) - first, 0
+        )  # as copy_pages has it
+        fits = running(jnp.sum, pages) <= copies.places(shapes)
+        return (pay & fits) | (jnp.arange(lengths.shape[0]) >= rows)  # those have no pages
 
     def instead(self, shapes: Shapes) -> tuple[Call, Shapes]:
         size = piece_size(shapes.q_len, shapes.batch)
@@ -155,7 +180,11 @@ class Prefill(Call):
     def _in_pieces(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results by `run(call, *operands)` of a flash_decode."""
         shapes = self.result_shapes(self.name_operands(operands))
-        named = _joined(self.name_operands(operands))
+        results = self._cut(run, _joined(self.name_operands(operands)), (0.0, -jnp.inf))
+        return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+
+    def _cut(self, run: Kernel, named: dict[str, jax.Array], others: Any) -> tuple[jax.Array, ...]:
+        """Computes it of joined operands; `others`: out and lse of tokens that have no request."""
         rows = named["page_table"].shape[0]
         lengths, first, count = (named.pop(name)[:rows] for name in _REQUESTS)
         tokens = named["q"].shape[0]
@@ -175,11 +204,10 @@ class Prefill(Call):
         joined = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in found)
         flat = (take(x, places) for x in joined)
         refused = wrong[requests.request]
-        results = (
-            choose(requests.owned, choose(refused, jnp.nan, x), nothing).astype(x.dtype)
-            for x, nothing in zip(flat, (0.0, -jnp.inf), strict=True)
+        return tuple(
+            choose(requests.owned, choose(refused, jnp.nan, x), other).astype(x.dtype)
+            for x, other in zip(flat, others, strict=True)
         )
-        return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
 
 
 def _joined(named: dict[str, jax.Array]) -> dict[str, jax.Array]:

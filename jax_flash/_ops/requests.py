@@ -41,7 +41,7 @@ class Requests:
     def of(cls, lengths: jax.Array, starts: jax.Array, rows: jax.Array, tokens: Any) -> Requests:
         live = jnp.arange(lengths.shape[0] + 1, dtype=jnp.int32) <= rows
         # Those of requests that are not live have their tokens at the end, none.
-        ordered = _running(jnp.max, jnp.clip(jnp.where(live, starts, 0), 0, tokens))
+        ordered = running(jnp.max, jnp.clip(jnp.where(live, starts, 0), 0, tokens))
         faulty = live & (starts != ordered)
         first, stop = ordered[:-1], ordered[1:]
         return cls.in_order(lengths, first, stop - first, tokens, faulty[:-1] | faulty[1:])
@@ -159,7 +159,7 @@ def cut(requests: Requests, refused: jax.Array, size: int) -> tuple[Rows, jax.Ar
     tokens = requests.owned.shape[0]
     most = _most_cut(tokens, requests.count.shape[0])
     needed = jnp.where(refused, 0, -(-requests.count // size))
-    end = _running(jnp.sum, needed)
+    end = running(jnp.sum, needed)
     begin = end - needed
     # The most that there can be: each request has one token more than whole rows.
     row = jnp.arange(most + (tokens - most) // size, dtype=jnp.int32)
@@ -214,7 +214,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(x, index, axis=0, mode="clip")
 
 
-def _running(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+def running(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     """Reduces x `[n]`, 0 or more, up to each of its elements.
 
     A reduction of n * n is one kernel; XLA's scans of more than 16 elements are several.

@@ -43,6 +43,31 @@ def test_forward_over_pages_compiles_without_spills(dim, page, features):
     check(plan, seconds=20, gpu=H200)
 
 
+# Pages that are copied to bfloat16 ahead.
+EIGHT_BITS = [(128, 16, "", "float8_e4m3fn"), (64, 8, "window", "int8")]
+OTHERS_OF_EIGHT_BITS = [
+    (dim, page, features, dtype)
+    for dim in (64, 72, 128, 256)
+    for page, features in ((16, "window softcap sinks"), (64, ""))
+    for dtype in ("float8_e4m3fn", "int8")
+]
+
+
+@pytest.mark.parametrize(
+    ("dim", "page", "features", "dtype"),
+    EIGHT_BITS + OTHERS_OF_EIGHT_BITS if EVERYTHING else EIGHT_BITS,
+    ids=str,
+)
+def test_pages_of_eight_bits_compile_without_spills(dim, page, features, dtype):
+    problem = dataclasses.replace(PLAIN, window=(None, 0), bottom_right=True)
+    for feature in features.split():
+        problem = dataclasses.replace(problem, **FEATURES[feature])
+    shapes = Shapes(18, 8192, 16384, 32, 8, dim, dim, page_size=page, pages=10**6)
+    plan = _gpu.plan(Prefill(problem, None, quantized=dtype), shapes, H200)
+    assert plan.family == "pages"
+    check(plan, seconds=20, gpu=H200)
+
+
 # By mma.sync: on each GPU the kernel with the fewest registers to spare.
 ALWAYS_80 = [("A100", 128, 16, ""), ("H200", 128, 16, ""), ("RTX 5090", 256, 1, "window sinks")]
 OTHERS_80 = [

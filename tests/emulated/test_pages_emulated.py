@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax_flash import _gpu
 from jax_flash._gpu import pages, pages_sm80
 
 from ..emulator import Emulator
+from ..quantized_cases import COPIED, FLOAT8, Copied
 from ..ragged_cases import MIXED, OVER_PAGES, OVER_PAGES_80, Batch, Drawn, run
 from ..serving_cases import IN_COMMON, WITH_TAILS, InCommon
 
@@ -25,6 +27,7 @@ class Paged:
     drawn: Drawn
     tiling: dict[str, Any] = dataclasses.field(default_factory=dict)
     family: str = "pages"
+    copies: Copied | None = None
 
     def run(self, backend: str) -> jax_flash.Attended:
         made = []
@@ -37,7 +40,7 @@ class Paged:
         chosen, module.choose_pages = module.choose_pages, choose
         jax.clear_caches()
         try:
-            with _gpu.prefer(self.family):
+            with _gpu.prefer(self.family), self.copies.chosen() if self.copies else nullcontext():
                 got = jax.tree.map(np.asarray, self.drawn.run(backend))
         finally:
             module.choose_pages = chosen
@@ -76,10 +79,50 @@ def test_wrong_requests_are_nan(family: str, emulator: Emulator):
         np.testing.assert_array_equal(x[others][~seen], truth[others][~seen])
 
 
-def test_members_of_a_vmap_are_requests_of_one_batch(emulator: Emulator):
+@pytest.mark.parametrize("case", COPIED, ids=lambda case: case.name)
+def test_pages_of_eight_bits(case: Copied, emulator: Emulator):
+    drawn = case.draw(3)
+    drawn.compare(emulator.run(Paged(drawn, copies=case), seed=3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", [None, 12])
+def test_pages_of_eight_bits_that_requests_share(place: int | None, emulator: Emulator):
+    """Copied once, to their own numbers or others; wrong requests are NaN, alone."""
+    batch = Batch("shared", counts=(20, 9, 30), before=(64, 64, 64), tokens=60, requests=4,
+                  page=16, columns=8, H=64, dtype="bfloat16", appends=False)  # fmt: skip
+    case = Copied(batch, FLOAT8, True, (0, 2), place)
+    drawn = case.draw(0)
+    arrays, held = drawn.arrays, drawn.held
+    table = arrays["page_table"]
+    for b in (1, 2):
+        table[b, :4] = table[0, :4]
+        for name in ("key", "value"):
+            held[b][name][:64] = held[0][name][:64]
+    out, lse = drawn.truth()
+    table[1, 2] = -1
+    used = np.unique(table[:3][(table[:3] >= 0) & (table[:3] < 34)])
+    for name in ("key", "value"):  # a pool of these alone
+        for kind in ("pages", "scale"):
+            arrays[f"{name}_{kind}"] = arrays[f"{name}_{kind}"][used]
+    there = np.isin(table, used)
+    table[there] = np.searchsorted(used, table[there])
+    got: Any = emulator.run(Paged(drawn, copies=case), seed=2)  # type: ignore[arg-type]
+    starts = arrays["query_starts"]
+    told = np.arange(starts[1], starts[2])
+    owned = np.setdiff1d(np.arange(starts[0], starts[3]), told)
+    for x, truth in ((got.out, out), (got.lse, lse)):
+        x = x.astype(np.float32)
+        assert np.isnan(x[told]).all()
+        np.testing.assert_allclose(x[owned], truth[owned], atol=0.05)
+
+
+@pytest.mark.parametrize("copies", [None, COPIED[0]], ids=["bfloat16", "float8"])
+def test_members_of_a_vmap_are_requests_of_one_batch(copies: Copied | None, emulator: Emulator):
     batch = dataclasses.replace(MIXED, rotary=None, appends=False)
-    drawn = [batch.draw(seed) for seed in range(2)]
-    got = emulator.run(Mapped(drawn[0], other=drawn[1]), seed=2)  # type: ignore[arg-type]
+    case: Any = copies and dataclasses.replace(copies, batch=batch)
+    drawn = [(case or batch).draw(seed) for seed in range(2)]
+    mapped: Any = Mapped(drawn[0], copies=case, other=drawn[1])
+    got = emulator.run(mapped, seed=2)
     for i, of in enumerate(drawn):
         of.compare(jax.tree.map(lambda x, i=i: x[i], got))
 
@@ -104,7 +147,8 @@ class Mapped(Paged):
             )
 
         jax.clear_caches()
-        return jax.tree.map(np.asarray, jax.jit(jax.vmap(call))(stacked))
+        with self.copies.chosen() if self.copies else nullcontext():
+            return jax.tree.map(np.asarray, jax.jit(jax.vmap(call))(stacked))
 
 
 @pytest.mark.parametrize("case", [*IN_COMMON, *WITH_TAILS], ids=lambda case: case.name)

@@ -10,6 +10,7 @@ import pytest
 
 import jax_flash
 from jax_flash import _gpu
+from jax_flash._gpu import copies
 from jax_flash._gpu.plan import Kernel
 from jax_flash._gpu.sizes import SMS, evaluate, minimum
 from jax_flash._gpu.spec import GPUS
@@ -125,6 +126,7 @@ def program(arrays: dict, **options) -> list[str]:
 
 SCALES = {"key_scale": 1.0, "value_scale": 1.0}
 KERNEL, PIECES = ["decode", "forward"], ["decode", "decode"]
+BOTH = [*KERNEL, "decode"]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,33 @@ KERNEL, PIECES = ["decode", "forward"], ["decode", "decode"]
 def test_programs(changes, expected):
     """Requests of one token are decoded, the others computed by either kernel."""
     assert program(arguments(**changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, KERNEL), ({"cache": "int8"}, KERNEL), ({"lead": (3,)}, KERNEL), ({"B": 170}, KERNEL),
+     ({"B": 200}, BOTH), ({"P": 200000, "M": 18000}, KERNEL), ({"P": 200000, "M": 20000}, BOTH),
+     ({"P": 100000, "M": 20000}, KERNEL), ({"dtype": "float16"}, PIECES), ({"S": 12}, PIECES),
+     ({"T": 64}, PIECES), ({"P": 0}, PIECES)],
+    ids=str,
+)  # fmt: skip
+def test_programs_over_pages_of_eight_bits(changes, expected):
+    """Where a request may have few rows, or not all pages fit, it is asked on the device."""
+    given = {"cache": "float8_e4m3fn"} | changes
+    lead = given.get("lead", ())
+    scales = {name: jax.ShapeDtypeStruct(lead, "float32") for name in SCALES}
+    assert program(arguments(**given) | scales) == expected
+
+
+def test_place_for_copies():
+    """A gigabyte at most: 262144 positions of eight heads of 128."""
+    of = dataclasses.replace(SHAPES, batch=10, kv_len=4096, pages=5000)
+    assert [copies.places(dataclasses.replace(of, pages=n)) for n in (500, 10**7)] == [500, 2560]
+    assert copies.places(dataclasses.replace(of, kv_len=1 << 20, pages=10**7)) == 262144 // 16
+    call = dataclasses.replace(CALL, quantized="int8")
+    plan = _gpu.plan(call, dataclasses.replace(of, kv_len=1 << 20, pages=10**7), GPUS["H200"])
+    assert plan.workspaces["copied_keys"].shape == (262144 // 16, 16, 8, 128)
+    assert plan.workspaces["claims"].shape == (10**7,)
 
 
 def test_programs_of_ancestors_and_shared_pages(few_are_shared):
@@ -237,6 +266,16 @@ def test_an_export_with_symbolic_sizes():
         disabled_checks=jax_flash.EXPORT_CHECKS,
     )(arguments(**sizes))
     assert called(exported.mlir_module()) == KERNEL
+
+
+def test_pages_of_eight_bits_of_symbolic_sizes_take_pieces():
+    sizes = dict(zip("TB", jax.export.symbolic_shape("t, b"), strict=True))
+    exported = jax.export.export(
+        jax.jit(lambda arrays: jax_flash.ragged_paged_attention(**arrays, **SCALES)),
+        platforms=["cuda"],
+        disabled_checks=jax_flash.EXPORT_CHECKS,
+    )(arguments(cache="int8", **sizes))
+    assert called(exported.mlir_module()) == PIECES
 
 
 def test_new_keys_are_written_in_place():

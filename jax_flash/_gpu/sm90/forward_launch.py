@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from jax_flash._call import Call
-from jax_flash._gpu import paged
+from jax_flash._gpu import copies, paged
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Kernel, Launch, Step
 from jax_flash._gpu.shared_fields import (
@@ -134,15 +134,18 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         dtype = name_of(problem.dtype)
         if tiling.early:  # rows of all heads
             return Map(name[0], dtype, (B, length, 1, product(count, dim)), box_rows)
+        source, pages = name[0], paged.P
+        if tiling.copied and name != "query":
+            source, pages = f"copied_{name}s", tiling.copied_pages
         if not tiling.page_size or name == "query":
             batch = paged.REQUESTS if tiling.in_common else B
             return Map(name[0], dtype, (batch, length, count, dim), box_rows, box_heads)
         if not tiling.whole_rows:
-            return Map(name[0], dtype, (paged.P, paged.PAGE, count, dim), box_rows)
-        groups = product(paged.P, tiling.page_size // _GROUP)  # of a swizzle's rows
+            return Map(source, dtype, (pages, paged.PAGE, count, dim), box_rows)
+        groups = product(pages, tiling.page_size // _GROUP)  # of a swizzle's rows
         parts = dim // _BOX_COLUMNS
         shape = (groups, _GROUP, product(count, parts), _BOX_COLUMNS)
-        return Map(name[0], dtype, shape, _GROUP, parts, box_rows // _GROUP)
+        return Map(source, dtype, shape, _GROUP, parts, box_rows // _GROUP)
 
     def norms(length, count) -> Scratch | None:
         return Scratch("s32", (B * count, ceil_div(length, _NORM_ROWS))) if tiling.fades else None
@@ -187,8 +190,15 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             # The same arrays, for loads without TMA and for rows that are computed again because
             # values hidden from them are not finite.
             Field("const void*", "query_data", "q", "[B, T, N, H]"),
-            Field("const void*", "key_data", "k", "[B, S, K, H]"),
-            Field("const void*", "value_data", "v", "[B, S, K, Hv]"),
+            Field(
+                "const void*", "key_data", "copied_keys" if tiling.copied else "k", "[B, S, K, H]"
+            ),
+            Field(
+                "const void*",
+                "value_data",
+                "copied_values" if tiling.copied else "v",
+                "[B, S, K, Hv]",
+            ),
             Field("void*", "out", out, "[B, T, N, Hv] element type of the query"),
             Field("float*", "lse", lse, "[B, N, T] natural logarithm"),
             *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
@@ -288,8 +298,12 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "kFromPages those of all requests, by request_units",
             ),
             *paged.fields(
-                query_blocks if tiling.page_size else None, tiling.in_common, tiling.tail_rows > 0
+                query_blocks if tiling.page_size else None,
+                tiling.in_common,
+                tiling.tail_rows > 0,
+                tiling.copied is not None,
             ),
+            *(copies.fields(shapes, tiling.copied_pages) if tiling.copied else ()),
             *(_float8_fields(call, shapes, tiling) if tiling.float8 else ()),
         ),
     )
@@ -377,7 +391,9 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         )
     steps += found.plan
     of_requests = tiling.page_size > 0 and not tiling.in_common
-    if of_requests:
+    if tiling.copied:
+        steps += copies.steps()
+    elif of_requests:
         steps.append(Kernel("request_units", 1, paged.UNIT_THREADS, beside=True))
 
     def of_warps(entry: str, warps, *, overlaps: bool = False) -> Kernel:

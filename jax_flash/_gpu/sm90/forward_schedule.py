@@ -22,6 +22,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
     """Returns the constants that the kernel is compiled with, by name."""
     schedule = ForwardSchedule(tiling, problem, shapes)
     producer_registers, consumer_registers = tiling.registers
+    of_copies = {"kCopiesFloat8": tiling.copied == "float8_e4m3fn"} if tiling.copied else {}
     return {
         **problem_constants(problem, shapes),
         "kHeadDim": shapes.head_dim,
@@ -61,6 +62,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kBiasTiles": tiling.bias_bytes > 0,
         "kProducerRegisters": producer_registers,
         "kConsumerRegisters": consumer_registers,
+        **of_copies,
         **schedule.flags(),
     }
 

@@ -47,6 +47,8 @@ class ForwardTiling:
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
     cuts_aligned: bool = False  # also where it begins and ends with a warpgroup's rows
     page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
+    copied: str | None = None  # dtype of pages that a kernel ahead copies to bfloat16
+    copied_pages: int = 0  # so many at most
     in_common: bool = False  # pages that all tokens see whole; batch rows are parts of positions
     tail_rows: int = 0  # query heads that share a tail, pages of a token's own; 0: there are none
     tail_registers: int = 72  # of a thread that computes tails
@@ -60,7 +62,7 @@ class ForwardTiling:
 
     @property
     def beside(self) -> str:
-        return f"{self.folder}/forward_entries.cuh"
+        return f"{self.folder}/{'forward_copies' if self.copied else 'forward_entries'}.cuh"
 
     @property
     def folder(self) -> str:

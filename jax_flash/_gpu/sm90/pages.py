@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
+from jax_flash._cache import QUANTIZED
 from jax_flash._call import Call
-from jax_flash._gpu import paged
+from jax_flash._gpu import copies, paged
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.sm90.forward import choose_forward
@@ -39,13 +40,16 @@ class Pages(Family):
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         kernels, size = "the CUDA forward kernels over pages", shapes.page_size
-        reasons = paged.refuse(call, shapes, gpu, kernels)
+        of_prompts = call.target == "prefill"
+        reasons = paged.refuse(call, shapes, gpu, kernels, tuple(QUANTIZED) if of_prompts else ())
         if gpu.arch not in self.architectures:
             reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
         if isinstance(size, int) and size % _BOX_ROWS:
             reasons.append(f"{kernels} by TMA take a multiple of {_BOX_ROWS} positions, not {size}")
         if call.target == "common" and shapes.kv_len != 0 and not reasons:
             reasons += _few_in_common(shapes) or _without_tails(cast(Any, call), shapes)
+        if call.cache_dtype in QUANTIZED and of_prompts and not reasons:
+            reasons += copies.refuse(shapes, call.problem.dtype, kernels)
         return tuple(reasons)
 
     def plan(
@@ -58,6 +62,11 @@ class Pages(Family):
                 call.problem, shapes, gpu, of_parts.count, tails=of_parts.tails
             )
         tiling = tiling or choose_pages(call.problem, shapes, gpu)
+        notes = self.untried(gpu)
+        if call.cache_dtype in QUANTIZED:
+            count = copies.places(shapes)
+            tiling = dataclasses.replace(tiling, copied=call.cache_dtype, copied_pages=count)
+            notes = (f"up to {count} pages of {call.cache_dtype} are copied to bfloat16", *notes)
         call, dense = paged.dense_call(call, shapes, batch)
         return paged.plan(
             self,
@@ -71,7 +80,7 @@ class Pages(Family):
             tiling=tiling,
             constants=forward_constants(tiling, call.problem, dense),
             launch=forward_launch(call, dense, tiling),
-            notes=self.untried(gpu),
+            notes=notes,
         )
 
 
