@@ -21,6 +21,7 @@ from jax_flash._terms import sum_dtype
 # Elements that a GPU would read for marks of keys, if each query made them anew: H200, 1 x 2 x 512,
 # 20/1 heads of 232 11.4 to 9.9 us by a kernel of theirs, which makes the keys finite too.
 _APART = 1 << 21
+_ALIGNED = 256  # bytes: parts of so many and a multiple are operands of XLA's dots as they are
 
 
 class Seen(NamedTuple):
@@ -52,6 +53,25 @@ class Seen(NamedTuple):
         """Makes `[*B, K, s, H]` fit for a product along keys."""
         return self.keep_keys(x) if self.pairs is None else finite(x)
 
+    def clean(
+        self, weights: jax.Array, q: jax.Array, do: jax.Array, k: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Makes what a backward pass multiplies along queries and keys fit for that.
+
+        A GPU does so by one kernel in place of three: parts of an array are operands of dots as
+        they are, where they are aligned.
+        """
+        made = self.clean_queries(q), self.clean_queries(do), self.clean_keys(k)
+        aligned = not any(x.size * x.dtype.itemsize % _ALIGNED for x in made)
+        if not (aligned and self._are_apart(weights, q)):
+            return made
+        together = jnp.concatenate([x.reshape(-1) for x in made])
+        parts = jnp.split(jax.lax.optimization_barrier(together), [q.size, q.size + do.size])
+        clean_q, clean_do, clean_k = (
+            x.reshape(one.shape) for x, one in zip(parts, made, strict=True)
+        )
+        return clean_q, clean_do, clean_k
+
     def mark_queries(self, weights: jax.Array, marks: jax.Array) -> jax.Array:
         """Adds to weights `not_finite` `[*B, K, t, G]` of what `clean_queries` made of x."""
         return self._mark(weights, marks[..., None])
@@ -59,11 +79,15 @@ class Seen(NamedTuple):
     def mark_keys(self, weights: jax.Array, x: jax.Array) -> jax.Array:
         """Adds to weights `not_finite` of the x of which `clean_keys` made another."""
         marks = not_finite(x)
-        sizes = (*weights.shape, x.shape[-1])  # of an export's, some may not be known
-        many = not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > _APART
-        if self.pairs is not None and _platform.is_gpu() and many:
+        if self._are_apart(weights, x):
             marks = jax.lax.optimization_barrier(marks)
         return self._mark(weights, marks[..., None, None, :])
+
+    def _are_apart(self, weights: jax.Array, x: jax.Array) -> bool:
+        """Tells whether kernels of their own make operands, not the products that read them."""
+        sizes = (*weights.shape, x.shape[-1])  # of an export's, some may not be known
+        many = not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > _APART
+        return self.pairs is not None and _platform.is_gpu() and many
 
     def _mark(self, weights: jax.Array, marks: jax.Array) -> jax.Array:
         return weights if self.pairs is None else self.keep(weights + marks, 0.0)

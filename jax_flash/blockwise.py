@@ -192,7 +192,8 @@ def backward(
             weights = jnp.exp(logits - row_lse[..., None])
         dropped = seen.mark_queries(tile.drop(weights), do_marks)
         of_keys, of_queries = "...ktgs,...ktgh->...ksh", "...ktgs,...ksh->...ktgh"
-        dv = product(problem, of_keys, dropped, seen.clean_queries(do), to_values)
+        clean_q, clean_do, clean_k = seen.clean(weights, tile.q, do, tile.k)
+        dv = product(problem, of_keys, dropped, clean_do, to_values)
         dweights = tile.drop(product_of_pairs(problem, "...ktgh,...ksh->...ktgs", do, tile.v))
         # What this is differentiated by must not meet NaN of hidden values times 0.
         dweights = seen.keep(dweights, 0.0)
@@ -204,8 +205,8 @@ def backward(
         # A logit of -inf has no gradient, whatever its slope.
         dlogits = seen.keep(dlogits, 0.0)
         dscores = problem.scale * dlogits
-        dq = product(problem, of_queries, dscores, seen.clean_keys(tile.k), to_queries)
-        dk = product(problem, of_keys, dscores, seen.clean_queries(tile.q), to_keys)
+        dq = product(problem, of_queries, dscores, clean_k, to_queries)
+        dk = product(problem, of_keys, dscores, clean_q, to_keys)
         sums = seen.keep_queries(dq), seen.keep_keys(dk), seen.keep_keys(dv)
         return *(x.astype(problem.sum_dtype) for x in sums), dlogits, of_captures
 
