@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _platform, _products, reference
+from jax_flash import _platform, _products, _seen, reference
 
 from ..cases import BOTTOM_RIGHT, Case, fit, widest_dtype
 from ..compare import compare, refuses
@@ -119,6 +119,19 @@ def test_poison_reaches_no_sum_of_products(case, monkeypatch):
 
     monkeypatch.setattr(_products, "_FEW", np.inf)
     monkeypatch.setattr(_products, "dot", dot)
+    check_as_on_a_gpu(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", COVERING[::2], ids=case_id)
+def test_poison_reaches_no_operand_that_kernels_make(case, monkeypatch):
+    """Backend "xla" makes operands of many products finite by kernels of their own on a GPU."""
+    monkeypatch.setattr(_products, "_FEW", 0)
+    monkeypatch.setattr(_seen, "_APART", 0)
+    monkeypatch.setattr(_seen, "_ALIGNED", 1)
+    check_as_on_a_gpu(case, monkeypatch)
+
+
+def check_as_on_a_gpu(case, monkeypatch):
     monkeypatch.setattr(_platform, "is_gpu", lambda: True)
     clean = case.draw()
     dirty = poisoned(clean, POISONS[0])
