@@ -39,6 +39,9 @@ _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
 # gradients 27 for 21; 11 x 12 x 42, 6/3 of 48 (2^20.6) 7 for 6, 41 for 20. Other dtypes and terms
 # than causality were not timed.
 _LITTLE_LONG, _BLOCK = 1 << 20, 128
+# So few at any lengths to a block's, of a forward pass alone and of no bias: a kernel or two of XLA.
+# H200: 2 x 50, one head of 128 6.1 to 3.1 us; 1 x 128, one of 32, causal 7.0 to 3.1; 1 x 90 x 128,
+# one of 80 7.1 to 3.6; 2 x 40, 8/2 of 32, a mask 8.2 to 5.2. 1 x 70, 4 of 40, a bias 8.0 to 10.8.
 # Rows of heads that share keys, whose units are the emptiest, H200: 604 x 4, 4/2 heads of 64 13 to
 # 11 us, with gradients 50 to 22, 1578 x 5, 4/2 of 16 20 to 15, 45 to 34; 922 x 5, 4/2 of 40, of
 # 2^21.8, 16 to 19, 51 to 45. Forward alone XLA copies queries of such heads: 3 x 256 and 2 keys,
@@ -122,6 +125,9 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
             return True
         if scores * widest <= _FEW_KEYS_LITTLE and (own or backward or queries <= _COPIED_QUERIES):
             return True
+    alone = simple and not backward and "bias" not in call.problem.terms
+    if alone and max(queries, keys) <= _BLOCK and scores * widest <= _LITTLE_LONG:
+        return True
     loaded = own and not sm90.tma_loads_of(shapes) and _LOADED_TERMS.issuperset(call.problem.terms)
     if loaded and keys <= _LOADED_KEYS and scores <= _LOADED_SCORES:
         return True

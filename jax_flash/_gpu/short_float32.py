@@ -24,8 +24,10 @@ _FILLED, _UNFILLED_UNITS = 20, 512  # 162 x 14, 16 of 56 66 for 59; 64 x 12, 8 o
 # Rows are folded from here on: 64 x 12, 8 of 64 14 to 10; 6 x 32, 2 of 232 11 to 21.
 _FOLDED = 512
 # With gradients, where copies wait for each other: 14 x 32, 6 of 72 45 to 27, 8 x 21, 8 of 112 38
-# to 27; 113 x 16, 3 of 64 43 to 56, 8 x 80, 3/1 of 56 40 to 63.
-_FEW_UNITS, _FEW_LENGTHS = 132, range(16, 33)
+# to 27; 113 x 16, 3 of 64 43 to 56, 8 x 80, 3/1 of 56 40 to 63. Longer rows of several heads, which
+# XLA transposes: 5 x 67, 12 of 56, causal 60 to 33, 10 x 40, 8 of 80, causal 46 to 28, 3 x 90, 8 of
+# 64 39 to 32; 40 x 36, 4 of 96 43 to 44, 2 x 100, 6 of 200 40 to 59; 19 x 80, one of 112 34 to 44.
+_FEW_BLOCKS, _FEW_LENGTH, _FEW_SHORT, _FEW_WIDTH = 132, 16, 32, 80
 
 NOTE = "float32 of short rows in parts of bfloat16; with gradients copies or XLA may run it"
 
@@ -52,7 +54,9 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return False
     following = call.next if call.target == "forward" else call
     if following is not None:
-        few = units <= _FEW_UNITS and least in _FEW_LENGTHS and most in _FEW_LENGTHS
+        longer = 1 < heads and most <= _LENGTH and widest <= _FEW_WIDTH
+        few = least >= _FEW_LENGTH and units * -(-most // _BLOCK) <= _FEW_BLOCKS
+        few &= most <= _FEW_SHORT or longer
         return few and shapes.kv_heads == heads and "dbias" not in following.results
     if most > (_LENGTH if widest <= 128 else _WIDE_LENGTH) or shapes.kv_heads == 1 < heads:
         return False

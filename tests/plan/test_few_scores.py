@@ -42,7 +42,7 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 33, "kv_len": 33}, False),
-        ("bfloat16", {"kv_heads": 4, "batch": 1, "q_len": 17, "kv_len": 17}, False),
+        ("bfloat16", {"kv_heads": 4, "batch": 4, "q_len": 17, "kv_len": 17}, False),
         (
             "bfloat16",
             {"kv_len": 16, "kv_heads": 8, "head_dim": 177, "q_len": 300},
@@ -111,6 +111,9 @@ def test_which_where_kernels_load_or_walk_long(sizes: tuple[int, ...], taken: bo
         ((430, 5, 5, 2, 2, 104), False, False),  # heads of their own
         ((1, 5, 92, 24, 24, 160), False, False),  # more than 2^20, and long
         ((1, 5, 92, 12, 12, 160), True, True),
+        ((2, 50, 50, 1, 1, 128), True, False),  # 2^20 forward alone
+        ((2, 65, 65, 1, 1, 128), False, False),
+        ((1, 129, 129, 1, 1, 32), False, False),
         ((11, 12, 42, 6, 3, 48), False, False),
         ((304, 17, 17, 20, 4, 198), False, True),  # loaded by warps
         ((304, 17, 17, 20, 4, 200), False, False),

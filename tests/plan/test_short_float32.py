@@ -37,7 +37,11 @@ def ways(sizes: tuple[int, ...], gpu: _gpu.GpuSpec = H200, **of) -> list[str]:
         ((64, 12, 12, 8, 8, 64), "parts of 4", XLA),
         ((63, 12, 12, 8, 8, 64), PARTS, XLA),  # few units: folded ones are fewer
         ((14, 32, 32, 6, 6, 72), PARTS, PARTS),
-        ((14, 33, 33, 6, 6, 72), PARTS, XLA),
+        ((14, 33, 33, 6, 6, 72), PARTS, PARTS),
+        ((14, 65, 65, 6, 6, 72), PARTS, XLA),
+        ((5, 67, 67, 12, 12, 56), PARTS, PARTS),
+        ((19, 80, 80, 1, 1, 112), PARTS, XLA),  # which copies no heads
+        ((10, 40, 40, 8, 8, 88), PARTS, XLA),
         ((23, 32, 32, 6, 6, 72), PARTS, XLA),
         ((162, 14, 15, 16, 16, 56), "parts of 3", "copies of 6"),
         ((64, 25, 12, 24, 24, 96), "parts of 2", XLA),  # keys have too few elements
