@@ -39,7 +39,7 @@ _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
 # gradients 27 for 21; 11 x 12 x 42, 6/3 of 48 (2^20.6) 7 for 6, 41 for 20. Other dtypes and terms
 # than causality were not timed.
 _LITTLE_LONG, _BLOCK = 1 << 20, 128
-# So few at any lengths to a block's, of a forward pass alone and of no bias: a kernel or two of XLA.
+# So few at any lengths up to a block's, forward alone, without a bias: XLA makes a kernel or two.
 # H200: 2 x 50, one head of 128 6.1 to 3.1 us; 1 x 128, one of 32, causal 7.0 to 3.1; 1 x 90 x 128,
 # one of 80 7.1 to 3.6; 2 x 40, 8/2 of 32, a mask 8.2 to 5.2. 1 x 70, 4 of 40, a bias 8.0 to 10.8.
 # Rows of heads that share keys, whose units are the emptiest, H200: 604 x 4, 4/2 heads of 64 13 to

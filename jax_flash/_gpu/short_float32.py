@@ -54,7 +54,7 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         return False
     following = call.next if call.target == "forward" else call
     if following is not None:
-        longer = 1 < heads and most <= _LENGTH and widest <= _FEW_WIDTH
+        longer = heads > 1 and most <= _LENGTH and widest <= _FEW_WIDTH
         few = least >= _FEW_LENGTH and units * -(-most // _BLOCK) <= _FEW_BLOCKS
         few &= most <= _FEW_SHORT or longer
         return few and shapes.kv_heads == heads and "dbias" not in following.results
