@@ -304,7 +304,7 @@ def test_exported_programs_of_checkouts_run_in_one_process(tmp_path: Path):
     cases.write_text(
         "import jax, jax.numpy as jnp\n"
         "def cases(jax_flash):\n"
-        "    x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)\n"
+        "    x = jax.ShapeDtypeStruct((1, 160, 2, 32), jnp.bfloat16)\n"
         "    for causal in (False, True):\n"
         "        def call(q, k, v, causal=causal):\n"
         "            return jax_flash.flash_attention(q, k, v, is_causal=causal)\n"
