@@ -151,9 +151,11 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
     asked, wanted, following = shapes, results_of(call, operands), call.next
-    was, (call, folded) = call.problem, _gpu.folded(call, shapes, gpu)
-    if folded != asked:
-        named, shapes = _gpu.folding.fold_operands(call, was, named, folded), folded
+    was, (call, folded) = call, _gpu.folded(call, shapes, gpu)
+    if call.target != was.target:
+        named = _gpu.few_queries.operands(call, named)
+    elif folded != asked:
+        named, shapes = _gpu.folding.fold_operands(call, was.problem, named, folded), folded
     named = _padded(named, _gpu.padded(call, shapes, gpu))
     results = results_of(call, [*named.values()])
     calls = _gpu.calls(call, shapes, gpu)

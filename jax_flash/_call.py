@@ -160,6 +160,10 @@ class Call(abc.ABC):
         """Computes the results by kernels of the call `instead`."""
         raise NotImplementedError
 
+    def decoding(self, shapes: Shapes) -> "Call | None":
+        """The flash_decode that computes the same, whose kernels may take less time, if any."""
+        return None
+
     def rotated(self, *operands: jax.Array) -> tuple[Self, tuple[jax.Array, ...]]:
         """Does what only some kernels do themselves: the call that is left, and its operands."""
         return self, operands

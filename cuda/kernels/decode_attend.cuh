@@ -30,10 +30,10 @@ struct AttendOf : Attended {
         const Place place(p, share, tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep);
         query = min(place.query, p.query_len - 1);
       }
-      const int position = first + query;
+      const int position = kAllStandLast ? unit.length - 1 : first + query;
       seen[i] = {first_seen(p, position), position + 1};
     }
-    seen_by_all = {first_seen(p, unit.length - 1), first + 1};
+    seen_by_all = {first_seen(p, unit.length - 1), kAllStandLast ? unit.length : first + 1};
     if constexpr (kQuantized) start_scales(*exchange);
   }
 

@@ -51,9 +51,11 @@ __device__ __forceinline__ Range positions_of(const DecodeParams& p, int length)
   return {first_seen(p, max(length - p.query_len, 0)), length};
 }
 
-// A batch row's. With kTakesPlaces it is the columns of a table, some of which name nothing.
+// A batch row's. With kTakesPlaces it is the columns of a table, some of which name nothing; rows
+// of kFullRows hold a key in every position.
 __device__ __forceinline__ int length_of(const DecodeParams& p, int batch) {
   if constexpr (kTakesPlaces) return p.columns;
+  if constexpr (kFullRows) return p.columns * p.page_size;
   return p.lengths[batch];
 }
 // Numbers of blocks of kBlockKV positions.

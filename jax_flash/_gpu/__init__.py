@@ -19,6 +19,7 @@ from jax_flash._gpu import (
     decode,
     distances,
     emit,
+    few_queries,
     few_scores,
     folding,
     short_float32,
@@ -44,6 +45,7 @@ __all__ = [
     "choose",
     "emit",
     "families",
+    "few_queries",
     "few_scores",
     "folded",
     "folding",
@@ -101,6 +103,9 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
 
 def folded(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, Shapes]:
     """Returns the call that kernels take for one which `refuse` lets through: of longer rows."""
+    decoding = few_queries.decoding(call, shapes, gpu)
+    if decoding is not None:
+        return decoding, shapes
     first, *_ = calls(call, shapes, gpu)
     family = choose(first, shapes, gpu)
     rows = family.folds(first, shapes, gpu)
@@ -137,7 +142,9 @@ def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
     """Makes the plans of a pass, for arrays of the sizes that `folded` and `padded` say."""
     kernels, sizes = folded(call, shapes, gpu)
     notes = []
-    if sizes.q_heads != shapes.q_heads:
+    if kernels.target != call.target:
+        notes.append("a few queries of each row, as decoding takes them")
+    elif sizes.q_heads != shapes.q_heads:
         group = shapes.q_heads // sizes.q_heads
         notes.append(f"{group} query heads that share keys are queries of one head")
     elif sizes != shapes:

@@ -164,7 +164,7 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
             Field("const void*", "key_data", "k", "[P, page, K, H], the same without maps"),
             Field("const void*", "value_data", value, "[P, page, K, Hv]"),
             Field("const void*", "query", "q", "[B, T, N, H]"),
-            Field("const int*", "lengths", "lengths", "[B]"),
+            Field("const int*", "lengths", present("lengths"), "[B], null with kFullRows"),
             Field(
                 "const int*",
                 "page_table",

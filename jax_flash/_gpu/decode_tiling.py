@@ -161,6 +161,8 @@ class DecodeTiling:
             "kTeams": self.teams,
             "kAsksAhead": self.asks_ahead,
             "kTakesPlaces": False,
+            "kFullRows": call.full_rows,
+            "kAllStandLast": problem.window[1] is None,
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": self.splits_columns,
             "kScoreSums": self.score_sums,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from jax_flash._call import Call
-from jax_flash._gpu import carrier, short_float32, sm90
+from jax_flash._gpu import carrier, few_queries, short_float32, sm90
 from jax_flash._gpu.sm90 import folds
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
@@ -80,6 +80,11 @@ _WALK_QUERIES, _WALK_KEYS, _WALK_HEADS, _WALK = 16, 512, 32, 1 << 23
 # 16 bits, one query of few keys, whatever heads share: H100, 1000 rows of 8 keys, 8/2 heads of 128
 # 53 to 41 us, with gradients 108 to 87; 2^16 scores were measured.
 _ONE_QUERY_KEYS, _ONE_QUERY_SCORES = 16, 1 << 16
+# 16 bits, one query or two that share a key, forward alone, which XLA sums where keys lie, the last
+# number of keys by the queries. H200, us, kernels and products: 3000 x 40, 8 of 128 353 to 154;
+# 2000 x 56, 3 of 192 125 to 78; 700 x 96, 16 of 64 125 to 79; 900 x 80, 16/8 of 64 127 to 70; 200 x
+# 128, 8 of 128 by decoding 34 to 32; 256 x 196, 12 of 64 48 to 50. Terms were not timed.
+_READ_ONCE = {1: 128, 2: 99}
 # 16 bits beside a bias or dropout, whose rows are no documents of longer ones: each row of a head
 # is a unit, a block of 128 queries. H100, with gradients: 1000 x 2, 40/8 heads of 64, a bias 2235
 # to 319 us; 2000 x 12, 12 of 64, dropout 1772 to 818. 16 x 16 scores take as long either way.
@@ -106,6 +111,10 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     batch, heads, queries, keys = sizes
     scores = batch * heads * queries * keys
     if scores > _SCORES:
+        return False
+    if _reads_once(call, shapes):
+        return True
+    if few_queries.outrun_products(call, shapes, gpu):
         return False
     if call.problem.dtype == "float32":
         return _takes_float32(call, shapes, gpu, scores)
@@ -149,6 +158,16 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     units = batch * heads * -(-keys // 128)
     enough = heads >= (_GROUP if keys > _SHARED_KEYS else 2)
     return queries <= _SHARED_QUERIES and enough and units >= _UNITS
+
+
+def _reads_once(call: Call, shapes: Shapes) -> bool:
+    """Tells whether a forward pass of one query or two reads few keys, in 16 bits."""
+    problem = call.problem
+    if call.target == "backward" or problem.dtype == "float32" or problem.window != (None, None):
+        return False
+    plain = not problem.terms and problem.softcap is None and problem.score is None
+    most = _READ_ONCE.get(few_queries.queries_of_key(shapes), 0)
+    return plain and shapes.kv_len <= most
 
 
 def _read_once(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:

@@ -183,6 +183,7 @@ class LatentTiling:
             # The kernel ahead packs what rows read; this one begins before it has ended.
             "kFollows": call.packs and not self.takes_places,
             "kTakesPlaces": self.takes_places,
+            "kFullRows": False,
             "kRowSteps": 0,
             "kMostParts": _MOST_PARTS,
         }

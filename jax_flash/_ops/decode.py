@@ -45,6 +45,7 @@ class Decode(Call):
       latent_rows: k is uint8, rows of latent attention that are packed (`_latent_rows.py`).
       packs: the page table has pages below 0, which are left out (`_chosen.pack`), and says which
         rows are refused; there are no lengths.
+      full_rows: every position of k holds a key; there are no lengths.
     """
 
     rotary_base: float | None = None
@@ -54,6 +55,7 @@ class Decode(Call):
     quantized: str | None = None
     latent_rows: bool = False
     packs: bool = False
+    full_rows: bool = False
 
     target = "decode"
     function = "decode_attention"
@@ -64,7 +66,7 @@ class Decode(Call):
         table = ("page_table",) if self.paged else ()
         new = (f"new_{name}" for name in ("k", *v)) if self.appends else ()
         scales = SCALES[: 1 + len(v)] if self.quantized else ()
-        lengths = () if self.packs else ("lengths",)
+        lengths = () if self.packs or self.full_rows else ("lengths",)
         return ("q", "k", *v, *lengths, *table, *new, *scales, *self.problem.terms)
 
     @property

@@ -75,6 +75,21 @@ class Forward(Call):
         results = call.run_kernel(kernel, *(given.operands[name] for name in call.operands))
         return given.results(*results)
 
+    def decoding(self, shapes: Shapes) -> Decode | None:
+        problem, (left, right) = self.problem, self.problem.window
+        if not {"key_value_lengths", "sinks"}.issuperset(problem.terms) or problem.as_written:
+            return None
+        if problem.score is not None or problem.split or self.value_dim is not None:
+            return None
+        # Queries that all see what the last one does, or of which each sees one key more.
+        stand_last = right is None and (left is None or shapes.q_len == 1)
+        if not stand_last and not (problem.bottom_right and right == 0):
+            return None
+        left = left if problem.bottom_right else None
+        rows = dataclasses.replace(of_rows(problem), window=(left, None if stand_last else 0))
+        full = "key_value_lengths" not in problem.terms
+        return Decode(rows, self.backend, full_rows=full)
+
 
 flash_forward_p = primitive.define("flash_forward")
 

@@ -35,6 +35,7 @@ SHOWING = (
     Case("mask bias", T=150, S=170, mask="b1ts", bias="bnts", softcap=3.0, deterministic=True),
     Case("bfloat16", T=150, S=170, H=64, causal=True, dtype="bfloat16", with_lse=True),
     Case("bfloat16 odd head dim", T=70, S=90, H=33, Hv=100, causal=True, dtype="bfloat16"),
+    Case("few queries", T=4, S=170, N=4, K=2, causal=True, align=BOTTOM_RIGHT, with_lse=True),
     Case("float16 mask", T=60, S=70, mask="b1ts", mask_density=0.5, dtype="float16"),
 )  # fmt: skip
 
@@ -44,6 +45,8 @@ ADDING = (
     Case("bfloat16 segments", T=150, S=170, H=64, segments="shuffled", dtype="bfloat16"),
     Case("bfloat16 mask wide", T=70, S=90, H=256, N=1, mask="b1ts", mask_density=0.2,
          dtype="bfloat16"),
+    Case("few queries", T=4, S=170, H=64, N=4, K=2, causal=True, align=BOTTOM_RIGHT,
+         window=(40, None)),
     Case("float16 window", T=150, S=150, H=128, N=1, window=(20, 11), dtype="float16"),
 )  # fmt: skip
 

@@ -38,8 +38,8 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"kv_len": 4, "kv_heads": 8, "batch": 1200, "q_len": 13}, False),
         ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 512, "kv_heads": 8}, True),
         ("bfloat16", {"kv_len": 2, "batch": 4, "q_len": 513, "kv_heads": 8}, False),
-        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
-        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
+        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 20, "kv_len": 100}, False),
+        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 20, "kv_len": 50}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
         ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 33, "kv_len": 33}, False),
         ("bfloat16", {"kv_heads": 4, "batch": 4, "q_len": 17, "kv_len": 17}, False),
@@ -59,7 +59,7 @@ SHAPES = Shapes(40, 4, 2048, 8, 1, 128, 128)
         ("float32", {"batch": 1, "q_len": 200, "kv_len": 200}, True),
         ("float32", {"batch": 127}, True),
         ("float32", {"batch": 128}, False),  # heads that kernels read keys for once
-        ("float32", {"batch": 128, "kv_heads": 8}, True),
+        ("float32", {"batch": 60, "kv_heads": 8, "q_len": 17}, True),
     ],
 )
 def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
@@ -90,7 +90,7 @@ def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
         ((1, 2, 512, 20, 1, 232), True),  # a long walk
         ((1, 2, 511, 20, 1, 232), False),
         ((1, 2, 512, 20, 1, 128), False),
-        ((1, 9, 1024, 2, 2, 160), True),
+        ((1, 16, 512, 4, 2, 160), True),
         ((1, 17, 1024, 2, 2, 160), False),
     ],
 )
@@ -248,3 +248,25 @@ def test_which_products_are_summed(subscripts, x, y, summed: bool):
     """Up to 2^21, or 2^23 of a few positions, or of elements that are met four times."""
     x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in (x, y))
     assert _products._is_summed(subscripts, x, y) == summed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of", "taken"),
+    [
+        ((3000, 1, 128, 8, 8), {}, True),
+        ((3000, 1, 129, 8, 8), {}, False),
+        ((3000, 1, 99, 8, 4), {}, True),
+        ((3000, 2, 99, 4, 4), {"dtype": "float16"}, True),
+        ((3000, 2, 100, 4, 4), {}, False),
+        ((3000, 1, 99, 6, 2), {}, False),
+        ((3000, 1, 99, 8, 8), {"terms": ("key_value_lengths",)}, False),
+        ((3000, 1, 99, 8, 8), {"softcap": 30.0}, False),
+    ],
+)
+def test_one_query_reads_few_keys_once(sizes: tuple[int, ...], of: dict[str, Any], taken: bool):
+    """Forward alone: with gradients both passes are by kernels."""
+    shapes, problem = Shapes(*sizes, 64, 64), Problem(**{"dtype": "bfloat16", "scale": 0.1} | of)
+    call = passes(problem)["forward"]
+    assert _gpu.few_scores.takes(call, shapes, H200) == taken
+    followed = dataclasses.replace(call, gradients=("q", "k", "v"))
+    assert not _gpu.few_scores.takes(followed, shapes, H200)
