@@ -32,7 +32,9 @@ from jax_flash._gpu.sm90.forward_rows import (
     is_roomy_layout,
     leaves_teams_room,
     one_if_few,
+    one_if_uneven,
     packed_heads,
+    pair_if_few,
     tests_few,
     three_if_few,
     three_if_grouped,
@@ -125,7 +127,9 @@ _FORWARD = (
     # Few units.
     _row(lambda x: one_if_few(x) and max(x.widest, x.keys) <= 64, block_kv=64, **_OF_ONE),
     _row(one_if_few, **_OF_ONE),
+    _row(one_if_uneven, dynamic=True, **_OF_ONE),
     _row(two_if_few),
+    _row(pair_if_few, block_kv=64, teams=2, dynamic=False, **_OF_ONE),
     _row(lambda x: x.widest <= 64 and three_if_few(x), **_OF_THREE),
     # Head dims up to 64.
     _row(

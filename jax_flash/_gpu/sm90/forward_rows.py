@@ -33,11 +33,11 @@ def has_many_rounds(facts: Facts) -> bool:
 # Few units: one round of smaller or larger ones.
 
 
-def is_round(facts: Facts, rows: int) -> bool:
-    """Tells whether each multiprocessor has at most one unit of so many rows, of packed heads too.
+def is_round(facts: Facts, rows: int, rounds: float = 1) -> bool:
+    """Tells whether units of so many rows, of packed heads too, are one round at most.
 
-    Pages, functions, positions, block masks and parts of float32 were not timed in few units. A
-    mask beside dropout takes 6 bytes of one warpgroup at head dim 128.
+    Pages, positions, block masks and parts of float32 were not timed in few units. Functions take
+    up to 12 bytes of one warpgroup at head dim 128, a mask beside dropout 6.
     """
     if not facts.are_known("batch", "q_heads", "q_len"):
         return False
@@ -46,7 +46,7 @@ def is_round(facts: Facts, rows: int) -> bool:
     others = others or facts.problem.split or facts.halves or facts.shapes.page_size is not None
     packed = packed_heads(facts)
     units = -(-facts.queries * packed // rows) * (facts.shapes.q_heads // packed)
-    return facts.tma_loads and not others and facts.shapes.batch * units <= facts.sms
+    return facts.tma_loads and not others and facts.shapes.batch * units <= rounds * facts.sms
 
 
 def one_if_few(facts: Facts) -> bool:
@@ -58,27 +58,46 @@ def one_if_few(facts: Facts) -> bool:
     return is_round(facts, 64)
 
 
-def two_if_few(facts: Facts) -> bool:
-    """Two warpgroups in turns, up to head dim 64: 0.84 to 0.95 of two teams' time.
+def one_if_uneven(facts: Facts) -> bool:
+    """The same of causal units, which even out: T 1024 0.88 to 0.95, two rounds 0.98 to 1.1."""
+    causal = facts.is_plain_16 and facts.has_right and facts.queries == facts.keys >= 1024
+    return causal and is_round(facts, 64, 1.5) and not one_if_few(facts)
 
-    Terms were not timed; some 16 bytes are spilled beside them all.
+
+def two_if_few(facts: Facts) -> bool:
+    """Two warpgroups in turns, up to head dim 64: 0.80 to 0.97 of two teams' time, or of three.
+
+    Segments beside a softcap and more terms take 16 bytes.
     """
-    plain = facts.is_plain and facts.widest <= 64
-    return plain and is_round(facts, 128) and not one_if_few(facts)
+    fits = facts.widest <= 64 and not (facts.is_capped and facts.has("query_segments"))
+    others = one_if_few(facts) or one_if_uneven(facts)
+    return fits and is_round(facts, 128) and not others
+
+
+def pair_if_few(facts: Facts) -> bool:
+    """Two teams of one warpgroup, where a last unit of 128 rows has no more than 64.
+
+    H200, one round for two: T 192 and 320 of 128 0.71 to 0.75, T 64 of 96 and 128 0.85.
+    """
+    full = facts.is_plain_16 and not facts.is_uneven and 64 < facts.widest <= 128
+    more = full and packed_heads(facts) == 1 and (units_of(facts, 128) or 0) > facts.sms
+    return more and is_round(facts, 64, 2) and not three_if_few(facts)
 
 
 def three_if_few(facts: Facts) -> bool:
     """Three warpgroups where fewer rounds take less time, in at most two.
 
     H200: one for two d128 0.76 to 0.80, d96 0.75, causal 1.18, d64 0.87 to 0.94, causal 0.91; two
-    for three d128 0.94, d64 as long by what two teams take.
+    for three d128 0.94, d64 0.92.
     """
     units, larger = units_of(facts, 128), units_of(facts, 192)
     timed = facts.is_plain_16 and 384 <= facts.shortest <= facts.longest <= 2048
     if units is None or larger is None or not timed or packed_heads(facts) > 1:
         return False
     if facts.widest <= 64:
-        return larger <= facts.sms < units
+        rounds = -(-larger // facts.sms)
+        most = 1 if facts.is_uneven else 2
+        return rounds <= most and -(-units // facts.sms) > rounds
     even = facts.widest <= 128 and facts.longest < _LONG and not facts.is_uneven
     fills = even and larger <= 2 * facts.sms and fills_larger_units(facts)
     return fills and not facts.spills(THREE_WIDE)
