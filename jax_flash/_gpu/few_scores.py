@@ -28,6 +28,9 @@ _FLOAT32_TOGETHER = 1 << 23
 # H200, with forward: 64 x 25, 24 heads of 96 218 to 139; 100 x 10, 16 of 128 157 to 103; 465 x 8, 4
 # of 224 187 to 138; 32 x 48, 8 of 128 (2^20.6) 63 to 77; 308 x 4, 64 of 80 159 to 268.
 _COPIED_ELEMENTS, _COPIED_LENGTH, _COPIED_LEAST = 1_800_000, 64, 4
+# Beside causality or a window, where XLA makes operands finite: 226 x 23, 4 of 176 203 to 143; 110
+# x 20, 4 of 176 106 to 94; 113 x 22, 4 of 200 130 to 105; 58 x 23, 8 of 160 115 to 92.
+_MARKED_ELEMENTS, _MARKED_LENGTH = 1_500_000, 20
 _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 of the kernels' time
 _SHARED_KEYS = 32  # so few, fewer heads too: H200, 1015 x 10, 3/1 heads of 256 201 to 68 us
 # 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
@@ -42,6 +45,7 @@ _LITTLE_LONG, _BLOCK = 1 << 20, 128
 # So few at any lengths up to a block's, forward alone, without a bias: XLA makes a kernel or two.
 # H200: 2 x 50, one head of 128 6.1 to 3.1 us; 1 x 128, one of 32, causal 7.0 to 3.1; 1 x 90 x 128,
 # one of 80 7.1 to 3.6; 2 x 40, 8/2 of 32, a mask 8.2 to 5.2. 1 x 70, 4 of 40, a bias 8.0 to 10.8.
+# Half as much beside causality: 1 x 45, 5 of 96 6.5 to 8.1; 1 x 100, 2 of 48 7.3 to 7.8.
 # Rows of heads that share keys, whose units are the emptiest, H200: 604 x 4, 4/2 heads of 64 13 to
 # 11 us, with gradients 50 to 22, 1578 x 5, 4/2 of 16 20 to 15, 45 to 34; 922 x 5, 4/2 of 40, of
 # 2^21.8, 16 to 19, 51 to 45. Forward alone XLA copies queries of such heads: 3 x 256 and 2 keys,
@@ -70,6 +74,9 @@ _LOADED_LENGTH, _LOADED_MOST = 28, 1 << 22
 # Gradients of a bias that rows share, of wide heads: kernels read keys again, a row behind the
 # other. H200: 27 x 4 x 1024, 12/4 of 248 587 to 376 us, 24 x 3 x 1536, 21/7 of 256 1205 to 737.
 _SHARED_BIAS_QUERIES = 4
+# A bias that heads share too: 130 x 16, 4 of 96, causal 68 to 51 us, 220 x 8, 12 of 64 141 to 93,
+# 400 x 10, 2 of 80 86 to 50, 200 x 10, 8 of 64 119 to 111.
+_SHARED_BIAS_ROWS, _SHARED_BIAS_LENGTH = 120, 16
 # 16 bits, such rows of any words, 8 x 8 scores a head and row: H200, 256 x 8, 3/1 heads of 100 24
 # to 14 us, with gradients 56 to 42. 16 x 16 scores take 1.2 times as long.
 _LOADED_UNIT, _LOADED_UNITS = 8 * 8, 512
@@ -135,7 +142,8 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         if scores * widest <= _FEW_KEYS_LITTLE and (own or backward or queries <= _COPIED_QUERIES):
             return True
     alone = simple and not backward and "bias" not in call.problem.terms
-    if alone and max(queries, keys) <= _BLOCK and scores * widest <= _LITTLE_LONG:
+    most = _LITTLE_LONG if call.problem.window == (None, None) else _LITTLE_LONG // 2
+    if alone and max(queries, keys) <= _BLOCK and scores * widest <= most:
         return True
     loaded = own and not sm90.tma_loads_of(shapes) and _LOADED_TERMS.issuperset(call.problem.terms)
     if loaded and keys <= _LOADED_KEYS and scores <= _LOADED_SCORES:
@@ -195,11 +203,14 @@ def _copies_pay(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     if min(shapes.q_len, shapes.kv_len) <= _COPIED_LEAST or following.problem.score is not None:
         return False
     rows = shapes.batch * min(shapes.q_len * shapes.q_heads, shapes.kv_len * shapes.kv_heads)
-    if rows * min(shapes.head_dim, shapes.value_dim) < _COPIED_ELEMENTS:
+    elements, length = _COPIED_ELEMENTS, _COPIED_LENGTH
+    if following.problem.window != (None, None):
+        elements, length = _MARKED_ELEMENTS, _MARKED_LENGTH
+    if rows * min(shapes.head_dim, shapes.value_dim) < elements:
         return False
     carried = carrier.carried(following)
     folded = folds.fold_rows(carried, shapes, gpu)
-    return folded * max(shapes.q_len, shapes.kv_len) >= _COPIED_LENGTH
+    return folded * max(shapes.q_len, shapes.kv_len) >= length
 
 
 def _are_empty(call: Call, shapes: Shapes, scores: int) -> bool:
@@ -282,4 +293,10 @@ def _add_slowly(call: Call, shapes: Shapes) -> bool:
     wide = max(shapes.head_dim, shapes.value_dim) > 128
     shared = "dbias" in call.results and shapes.bias is not None and shapes.bias.batch == 1
     few = shapes.q_len <= _SHARED_BIAS_QUERIES and call.problem.dtype == "bfloat16"
-    return wide and shared and few and shapes.batch > 1
+    if wide and shared and few and shapes.batch > 1:
+        return True
+    short = max(shapes.q_len, shapes.kv_len) <= _SHARED_BIAS_LENGTH
+    by_all = shared and shapes.bias is not None and shapes.bias.heads == 1
+    simple = _LOADED_TERMS.issuperset(call.problem.terms) and call.problem.score is None
+    many = shapes.batch >= _SHARED_BIAS_ROWS
+    return by_all and short and many and simple and call.problem.dtype == "bfloat16"

@@ -111,8 +111,8 @@ def test_which_where_kernels_load_or_walk_long(sizes: tuple[int, ...], taken: bo
         ((430, 5, 5, 2, 2, 104), False, False),  # heads of their own
         ((1, 5, 92, 24, 24, 160), False, False),  # more than 2^20, and long
         ((1, 5, 92, 12, 12, 160), True, True),
-        ((2, 50, 50, 1, 1, 128), True, False),  # 2^20 forward alone
-        ((2, 65, 65, 1, 1, 128), False, False),
+        ((1, 64, 64, 2, 2, 64), True, False),  # 2^19 forward alone beside causality
+        ((1, 45, 45, 5, 5, 96), False, False),
         ((1, 129, 129, 1, 1, 32), False, False),
         ((11, 12, 42, 6, 3, 48), False, False),
         ((304, 17, 17, 20, 4, 198), False, True),  # loaded by warps
@@ -160,6 +160,15 @@ def test_gradient_of_a_bias_that_rows_share(change: dict[str, Any], dtype: str, 
     call = passes(Problem(dtype=dtype, scale=0.1, terms=("bias",)))["backward"]
     assert "dbias" in call.results
     assert _gpu.few_scores.takes(call, shapes, H200) == taken
+
+
+def test_gradient_of_a_bias_that_rows_and_heads_share():
+    for rows, length, heads, taken in ((130, 16, 1, True), (130, 17, 1, False), (100, 16, 1, False),
+                                       (130, 16, 4, False)):  # fmt: skip
+        bias = TermShape("bfloat16", 1, heads, length, length)
+        shapes = Shapes(rows, length, length, 4, 4, 96, 96, bias=bias)
+        call = passes(Problem(dtype="bfloat16", scale=0.1, terms=("bias",)))["backward"]
+        assert _gpu.few_scores.takes(call, shapes, H200) == taken
 
 
 def test_boxes_that_begin_early_load_fast_enough():

@@ -58,6 +58,12 @@ def test_which(sizes: tuple[int, ...], forward: str, gradients: str):
     assert ways(sizes) == [forward, gradients, gradients]
 
 
+def test_gradients_beside_causality_are_copied_earlier():
+    for sizes in ((226, 23, 23, 4, 4, 176), (113, 22, 22, 4, 4, 200), (110, 20, 20, 4, 4, 176)):
+        assert ways(sizes, window=(None, 0))[2].startswith(COPIES)
+        assert ways(sizes)[2] == XLA
+
+
 def test_not_where_it_was_not_timed():
     sizes = (64, 25, 25, 24, 24, 96)
     assert ways(sizes, softcap=2.0)[0] == XLA
