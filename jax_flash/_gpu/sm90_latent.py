@@ -141,7 +141,7 @@ class LatentTiling:
         tiles = 128 * (2 * boxes * self.block_kv + (boxes - 1) * self.query_rows + self.head_rows)
         told = (4 * (2 + 4) + 2 * 4) * self.head_rows + 4 * 2 * self.block_kv
         barriers = 8 * (2 * (boxes + 2) + 3) + 16  # and bits of what is not read
-        incoming, parked = 4 * 128 * 16 if self.latent_rows else 0, 4 * 16
+        incoming, parked = (4 * 128 * 16, 4 * 24) if self.latent_rows else (0, 4 * 16 + 8)
         return tiles + told + barriers + 16 + incoming + parked
 
     @property

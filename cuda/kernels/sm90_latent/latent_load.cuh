@@ -148,91 +148,96 @@ struct LatentLoader {
 
   // All blocks of a unit.
   __device__ __forceinline__ void load_packed(const Unit& unit, const Range& range) {
-    constexpr int kTurns = PackedSteps::kTurns;
+    constexpr int kSteps = PackedSteps::kSteps, kTurns = PackedSteps::kTurns;
     PackedSteps steps(p, unit, shared, warp);
     int block = ptx::uniform(range.begin);
     const int end = ptx::uniform(range.end);
-    int slots[kTurns], next[kTurns];
-    PackedSteps::Found found[kTurns];
+    int slots = steps.slot(steps.find(block), block);
+    int next = steps.slot(steps.find(block + 1), block + 1);
+    PackedSteps::Found found = steps.find(block + 2);
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      slots[turn] = steps.slot(steps.find(block, turn), block, turn);
-      next[turn] = steps.slot(steps.find(block + 1, turn), block + 1, turn);
-      found[turn] = steps.find(block + 2, turn);
-    }
-#pragma unroll
-    for (int step = 0; step + 1 < PackedSteps::kSteps; ++step) steps.load(slots[0], 0, step, true);
+    for (int step = 0; step < kSteps; ++step) steps.load(slots, 0, 0, step, true);
     steps.load_scales(slots, steps.scales);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) steps.prefetch(next[turn], true);
+    steps.prefetch(next, true);
     load_queries(unit);
+    // No register is left to count them.
+    const uint32 counted = ptx::shared_address(shared.counted + warp);
+    if (ptx::fresh_lane() == 0) {
+      ptx::store_shared(counted, blocks - block);
+      ptx::store_shared(counted + 4, units);
+    }
+    ptx::copy_async_wait_but<kSteps - 1>();
+    __syncwarp();
+    uint4 now = steps.take(0);
 #pragma unroll 1
     for (; block < end; ++block) {
-      float scales[kTurns][2];
+      float scales[2];
       steps.load_scales(next, scales);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        const uint32 number = ptx::opaque(blocks), stage = stage_of_block(number);
+        const uint32 number = ptx::load_shared(counted) + block, stage = stage_of_block(number);
         const uint32 keys =
             ptx::shared_address(shared.keys[0]) + stage * kKeyBytes + half * kHalfBoxes * kBoxBytes;
         ptx::barrier_wait(ptx::shared_address(&shared.empty[0][0]) + 8 * (2 * stage + half),
                           parity_of_block(number) ^ 1);
         __syncwarp();
         if (half == 0) {
-          bool lacks = false;
-#pragma unroll
-          for (int turn = 0; turn < kTurns; ++turn) lacks = lacks || slots[turn] == kNone;
-          lacks = __any_sync(0xffffffffu, lacks);
+          const bool lacks = __any_sync(0xffffffffu, slots == kNone);
           if (ptx::fresh_lane() == 0) {
             reinterpret_cast<unsigned char*>(&shared.spoiled[stage])[warp] = lacks;
           }
         } else {
-#pragma unroll
-          for (int turn = 0; turn < kTurns; ++turn) {
-            steps.copy_plain(slots[turn], turn, keys + kHalfBoxes * kBoxBytes);
-            steps.prefetch(steps.slot(found[turn], block + 2, turn), block + 2 < end);
-          }
+          steps.copy_plain(slots, keys + kHalfBoxes * kBoxBytes);
+          steps.prefetch(steps.slot(found, block + 2), block + 2 < end);
         }
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-          const bool is_last = turn + 1 == kTurns, asks = !is_last || half == 0 || block + 1 < end;
-          const int coming = !is_last ? slots[turn + 1] : half == 0 ? slots[0] : next[0];
-          steps.take_scale(half, turn);
-#pragma unroll
-          for (int step = 0; step < PackedSteps::kSteps; ++step) {
-            if (step == 0) {
-              steps.load(slots[turn], half, PackedSteps::kSteps - 1, true);
-            } else {
-              steps.load(coming, is_last ? half ^ 1 : half, step - 1, asks);
-            }
-            ptx::copy_async_wait_but<PackedSteps::kSteps - 1>();
-            steps.store(turn, step, keys);
-          }
+        const float own = half == 0 ? steps.scales[0] : steps.scales[1];
+        const bool asks = half == 0 || block + 1 < end;
+        const int coming = half == 0 ? slots : next;
+        if (__all_sync(0xffffffffu, (split_scale(own) & 0xffffu) == 0)) {
+          convert<true>(steps, own, now, slots, coming, half, asks, keys);
+        } else {
+          convert<false>(steps, own, now, slots, coming, half, asks, keys);
         }
-        if (!steps.is_right()) {
-#pragma unroll
-          for (int turn = 0; turn < kTurns; ++turn) {
-            steps.store_slowly(slots[turn], half, turn, keys);
-          }
-        }
+        if (!steps.is_right(own)) steps.store_slowly(slots, half, keys);
         ptx::fence_async_proxy();
         __syncwarp();
         const int lane = ptx::fresh_lane(), boxes = half == 0 ? kHalfBoxes : kKeyBoxes - kHalfBoxes;
         const uint32 full = ptx::shared_address(&shared.full[0][0]) +
-                            8 * (ptx::opaque(blocks) % 2 * kKeyBoxes + half * kHalfBoxes);
+                            8 * (stage * kKeyBoxes + half * kHalfBoxes);
         if (lane < boxes) ptx::barrier_arrive(full + 8 * lane);
       }
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        slots[turn] = next[turn];
-        next[turn] = steps.slot(found[turn], block + 2, turn);
-        found[turn] = steps.find(block + 3, turn);
-        steps.scales[turn][0] = scales[turn][0];
-        steps.scales[turn][1] = scales[turn][1];
-      }
-      ++blocks;
+      slots = next;
+      next = steps.slot(found, block + 2);
+      found = steps.find(block + 3);
+      steps.scales[0] = scales[0];
+      steps.scales[1] = scales[1];
     }
+    blocks = ptx::load_shared(counted) + end;
+    units = ptx::load_shared(counted + 4);
+    __syncwarp();
     ptx::copy_async_wait();
+  }
+
+  // A half of a block, whose first step is `now`; `coming` are the rows behind its first turn.
+  template <bool kOne>
+  __device__ __forceinline__ void convert(PackedSteps& steps, float own, uint4& now, int slots,
+                                          int coming, int half, bool asks, uint32 keys) const {
+    constexpr int kSteps = PackedSteps::kSteps, kTurns = PackedSteps::kTurns;
+    const uint32 scale = split_scale(own);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const bool is_last = turn + 1 == kTurns;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        ptx::copy_async_wait_but<kSteps - 2>();
+        __syncwarp();
+        const uint4 next_step = steps.take((step + 1) % kSteps);
+        steps.load(is_last ? coming : slots, is_last ? half ^ 1 : half, (turn + 1) % kTurns, step,
+                   !is_last || asks);
+        steps.store<kOne>(turn, step, now, steps.spread(scale, turn, step), keys);
+        now = next_step;
+      }
+    }
   }
 
   // A lane's pieces of a box. Keys leave L2 first, also where CTAs of other query rows read them: 6

@@ -32,20 +32,25 @@ struct PackedScale {
       : high(ptx::permute<0x3232>(both)), low(ptx::permute<0x1010>(both)) {}
 };
 
-inline constexpr uint32 kNanPair = 0x08000800u;  // beyond 480 in one of two
 // Four e4m3 times their scale, as four bfloat16: to nearest, but for one in 200 of scales that are
-// no power of two, which lie in the middle of two. As a bfloat16 with the same sign, exponent and
-// mantissa a number is 2^-120 of itself, denormal or not; NaN is 480. A byte with eight times its
-// sign ahead, shifted by four, has all of these in their places.
-__device__ __forceinline__ uint2 scaled(uint32 four, const PackedScale& scale, uint32& found) {
+// no bfloat16, which lie in the middle of two. As a bfloat16 with the same sign, exponent and
+// mantissa a number is 2^-120 of itself, denormal or not. A byte with eight times its sign ahead,
+// shifted by four, has all of these in their places. kOne: the scale is a bfloat16.
+template <bool kOne>
+__device__ __forceinline__ uint2 scaled(uint32 four, const PackedScale& scale) {
   uint32 pairs[2] = {ptx::permute<0x9180>(four), ptx::permute<0xb3a2>(four)};
 #pragma unroll
   for (uint32& pair : pairs) {
     pair = pair << 4 & 0x87f087f0u;
-    found |= pair + 0x00100010u;
-    pair = ptx::fma_bfloat16(pair, scale.high, ptx::fma_bfloat16(pair, scale.low, 0));
+    pair = ptx::fma_bfloat16(pair, scale.high,
+                             kOne ? 0u : ptx::fma_bfloat16(pair, scale.low, 0));
   }
   return make_uint2(pairs[0], pairs[1]);
+}
+// Has the highest bit of a byte of e4m3 that is NaN.
+inline constexpr uint32 kNanBytes = 0x80808080u;
+__device__ __forceinline__ uint32 nan_bytes(uint32 four) {
+  return (four & 0x7f7f7f7fu) + 0x01010101u;
 }
 // The same of any scale and any bytes.
 __device__ __forceinline__ uint2 scaled_slowly(uint32 four, float scale) {
@@ -59,27 +64,28 @@ __device__ __forceinline__ uint2 scaled_slowly(uint32 four, float scale) {
   return make_uint2(halves[0], halves[1]);
 }
 
-// A warp's rows of a block, `warp` of kLoaders. A step is 256 features of two rows: a lane has 16
-// of one of them. Four steps of a half are a turn. A lane knows where its row_of(lane % 4) of each
-// turn lies, so four lanes side by side know all rows that one of them has.
+// A warp's rows of a block, `warp` of kLoaders. A step is 256 features of two rows, four steps of a
+// half are a turn. Copies take the rows as they lie, 16 lanes each; a lane converts 16 features of
+// one of them. A lane knows where its row_copied() lies, and of row lane % 16 the scales of feature
+// 128 * (lane / 16) of both halves: others ask it.
 struct PackedSteps {
   static constexpr int kRows = kBlockKV / kLoaders;
   static constexpr int kSteps = 4, kTurns = kRows / (2 * kSteps);  // of a half of the features
+  static_assert(kRows == 16);
 
   const DecodeParams& p;
   const Unit& unit;
   LatentShared& shared;
   int warp;
-  uint32 to;                // where this lane's features of step 0 lie in a half of a block
-  float scales[kTurns][2];  // this lane's, of the halves of a block
-  uint32 scale;             // in the turn that is stored, by split_scale
-  uint32 found = 0;         // of a half: kNanPair is in it if a byte is NaN
+  uint32 to;        // where this lane's features of step 0 lie in a half of a block
+  float scales[2];   // this lane's, of the halves of a block
+  uint32 found = 0;  // of a half: kNanBytes of what was converted
 
   __device__ __forceinline__ PackedSteps(const DecodeParams& p, const Unit& unit,
                                          LatentShared& shared, int warp)
       : p(p), unit(unit), shared(shared), warp(warp) {
-    const int lane = threadIdx.x % 32;
-    to = chunk_address<kBlockKV>(lane / 8 * kBoxBytes, warp * kRows + lane / 4 % 2, lane % 4 * 2);
+    to = chunk_address<kBlockKV>(group_of() * kBoxBytes, warp * kRows + threadIdx.x / 4 % 2,
+                                 threadIdx.x % 4 * 2);
   }
 
   // The number of a row's page, as the table has it, and the row in it: they come while other
@@ -87,15 +93,15 @@ struct PackedSteps {
   struct Found {
     int page, row;
   };
-  __device__ __forceinline__ Found find(int block, int turn) const {
+  __device__ __forceinline__ Found find(int block) const {
     if constexpr (!kPaged) return {};
-    const int position = position_of(block, turn), page = position / p.page_size;
+    const int position = position_of(block), page = position / p.page_size;
     return {p.page_table[static_cast<int64>(unit.batch) * p.columns + page],
             position - page * p.page_size};
   }
   // Where the row lies, counted over all pages, or kNone.
-  __device__ __forceinline__ int slot(const Found& of, int block, int turn) const {
-    if constexpr (!kPaged) return unit.batch * p.page_size + position_of(block, turn);
+  __device__ __forceinline__ int slot(const Found& of, int block) const {
+    if constexpr (!kPaged) return unit.batch * p.page_size + position_of(block);
     return of.page < 0 || of.page >= p.pages ? kNone : of.page * p.page_size + of.row;
   }
 
@@ -103,87 +109,96 @@ struct PackedSteps {
   __device__ __forceinline__ void prefetch(int slots, bool asks) const {
     const int lane = ptx::fresh_lane(), at = lane % 8 * 128;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int slot = __shfl_sync(0xffffffffu, slots, 4 * i + lane / 8);
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int slot = slot_of(slots, i / 2, lane / 8, i % 2);
       if (asks && slot >= 0 && at < kPackedBytes) ptx::prefetch_l2(start(slot) + at);
     }
   }
-  // Asks for a step's bytes; zeros for those of a row that lies nowhere.
-  __device__ __forceinline__ void load(int slots, int half, int step, bool asks) const {
-    const int slot = __shfl_sync(0xffffffffu, slots, step, kSteps);
-    ptx::copy_async_past_l1(ptx::shared_address(place(step)),
-                            reinterpret_cast<uint64>(start(max(slot, 0)) + features_at(half)),
+  // Asks for a step's bytes; zeros for those of a row that lies nowhere. All lanes have taken what
+  // was in their place.
+  __device__ __forceinline__ void load(int slots, int half, int turn, int step, bool asks) const {
+    const int slot = __shfl_sync(0xffffffffu, slots, turn * kSteps + step, 16);
+    const int lane = ptx::fresh_lane(), from = half * 256 + lane % 16 * 16;
+    ptx::copy_async_past_l1(ptx::shared_address(place(step) + lane),
+                            reinterpret_cast<uint64>(start(max(slot, 0)) + from),
                             asks && slot >= 0);
     ptx::copy_async_commit();
   }
+  // A step's 16 features of this lane, as they came; lanes with odd rows have the other banks.
+  __device__ __forceinline__ uint4 take(int step) const {
+    return place(step)[threadIdx.x / 4 % 2 * 16 + group_of() * 4 + threadIdx.x % 4];
+  }
   // A block ahead: of one turn ahead the compiler waits for them.
-  __device__ __forceinline__ void load_scales(const int (&slots)[kTurns],
-                                              float (&of)[kTurns][2]) const {
+  __device__ __forceinline__ void load_scales(int slots, float (&of)[2]) const {
+    const int lane = ptx::fresh_lane(), row = lane % 16;
+    const int slot = slot_of(slots, row / 8, row % 8 / 2, row % 2);
 #pragma unroll
-    for (int i = 0; i < 2 * kTurns; ++i) {
-      const int slot = slots[i / 2];
-      of[i / 2][i % 2] = !kPaged || slot >= 0 ? *scale_at(slot, i % 2) : 1.0f;
+    for (int half = 0; half < 2; ++half) {
+      of[half] = !kPaged || slot >= 0 ? *scale_at(slot, half) : 1.0f;
     }
   }
-  // Ahead of a turn's steps.
-  __device__ __forceinline__ void take_scale(int half, int turn) {
-    const float own = half == 0 ? scales[turn][0] : scales[turn][1];
-    scale = split_scale(own);
-    if (!is_plain_scale(own)) found |= kNanPair;
+  // Ahead of a step: what scale_of() is for what this lane converts.
+  __device__ __forceinline__ PackedScale spread(uint32 scale, int turn, int step) const {
+    const int row = 2 * (turn * kSteps + step) + threadIdx.x / 4 % 2;
+    return PackedScale(__shfl_sync(0xffffffffu, scale, row + (threadIdx.x & 16)));
   }
-  // A lane's 16 features are two pieces of a box's row; lanes with odd rows have the other banks.
-  __device__ __forceinline__ void store(int turn, int step, uint32 keys) {
-    const uint4 x = *place(step);
-    const PackedScale own(__shfl_sync(0xffffffffu, scale, step, kSteps));
-    store_piece(keys, turn, step, x, [&](uint32 four) { return scaled(four, own, found); });
+  // A lane's 16 features are two pieces of a box's row.
+  template <bool kOne>
+  __device__ __forceinline__ void store(int turn, int step, const uint4& all,
+                                        const PackedScale& scale, uint32 keys) {
+    found |= nan_bytes(all.x) | nan_bytes(all.y);
+    found |= nan_bytes(all.z) | nan_bytes(all.w);
+    store_piece(keys, turn, step, all, [&](uint32 four) { return scaled<kOne>(four, scale); });
   }
   // Whether all numbers of a half were what they should be: else store_slowly has to do it again.
-  __device__ __forceinline__ bool is_right() {
-    const bool is_wrong = (found & kNanPair) != 0;
+  __device__ __forceinline__ bool is_right(float scale) {
+    const bool is_wrong = (found & kNanBytes) != 0 || !is_plain_scale(scale);
     found = 0;
     return !__any_sync(0xffffffffu, is_wrong);
   }
-  // Does all of a turn.
-  __device__ __forceinline__ void store_slowly(int slots, int half, int turn, uint32 keys) const {
+  // Does all of a half.
+  __device__ __forceinline__ void store_slowly(int slots, int half, uint32 keys) const {
 #pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
-      const int slot = __shfl_sync(0xffffffffu, slots, step, kSteps);
+    for (int step = 0; step < kTurns * kSteps; ++step) {
+      const int slot = slot_of(slots, 0, step, threadIdx.x / 4 % 2);
       if (slot < 0) continue;
-      const uint4 all = *reinterpret_cast<const uint4*>(start(slot) + features_at(half));
+      const uint4 all = *reinterpret_cast<const uint4*>(start(slot) + half * 256 +
+                                                        group_of() * 64 + threadIdx.x % 4 * 16);
       const float factor = *scale_at(slot, half);
-      store_piece(keys, turn, step, all, [&](uint32 four) { return scaled_slowly(four, factor); });
+      store_piece(keys, 0, step, all, [&](uint32 four) { return scaled_slowly(four, factor); });
     }
   }
-  // Features that are bfloat16: eight lanes a row. They are there when the next step's are.
-  __device__ __forceinline__ void copy_plain(int slots, int turn, uint32 box) const {
+  // Features that are bfloat16: eight lanes a row. They are there when three steps more are.
+  __device__ __forceinline__ void copy_plain(int slots, uint32 box) const {
     const int lane = ptx::fresh_lane();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = turn * 2 * kSteps + 2 * (lane / 8) + i,
-                slot = __shfl_sync(0xffffffffu, slots, 4 * i + lane / 8);
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int slot = slot_of(slots, i / 2, lane / 8, i % 2);
       const unsigned char* const from = start(max(slot, 0)) + kPackedPlainAt + lane % 8 * 16;
-      ptx::copy_async_past_l1(chunk_address<kBlockKV>(box, warp * kRows + row, lane % 8),
-                              reinterpret_cast<uint64>(from), slot >= 0);
+      ptx::copy_async_past_l1(plain_at(box, i, lane), reinterpret_cast<uint64>(from), slot >= 0);
     }
   }
 
  private:
+  // A step's bytes: 256 of one row, then of the next.
   __device__ __forceinline__ uint4* place(int step) const {
-    return &shared.incoming[step * kGroupThreads + threadIdx.x];
+    return &shared.incoming[step * kGroupThreads + threadIdx.x / 32 * 32];
   }
-  __device__ __forceinline__ int position_of(int block, int turn) const {
+  __device__ __forceinline__ int position_of(int block) const {
     const Range needed = positions_of(p, ptx::opaque(unit.length));
-    const int row =
-        block * kBlockKV + warp * kRows + turn * 2 * kSteps + row_of(ptx::fresh_lane() % 4);
+    const int row = block * kBlockKV + warp * kRows + row_copied();
     return min(max(row, needed.begin), needed.end - 1);
+  }
+  // Lanes s, 16 + s: the rows of step s; of the second turn four further on.
+  static __device__ __forceinline__ int row_copied() {
+    const int lane = ptx::fresh_lane();
+    return 2 * (lane % 8) + lane / 16;
+  }
+  static __device__ __forceinline__ int slot_of(int slots, int turn, int step, int row) {
+    return __shfl_sync(0xffffffffu, slots, turn * kSteps + step + 16 * row);
   }
   __device__ __forceinline__ const unsigned char* start(int slot) const {
     return static_cast<const unsigned char*>(p.key_data) + static_cast<int64>(slot) * kPackedBytes;
-  }
-  // The row that this lane has of a step.
-  static __device__ __forceinline__ int row_of(int step) { return 2 * step + threadIdx.x / 4 % 2; }
-  static __device__ __forceinline__ int features_at(int half) {
-    return half * 256 + (threadIdx.x % 32 / 8 * 4 + threadIdx.x % 4) * 16;
   }
   __device__ __forceinline__ const float* scale_at(int slot, int half) const {
     return reinterpret_cast<const float*>(start(slot) + kPackedScalesAt + half * 8 +
@@ -193,12 +208,23 @@ struct PackedSteps {
   __device__ __forceinline__ void store_piece(uint32 keys, int turn, int step, const uint4& all,
                                               Convert convert) const {
     // A swizzle is an exclusive or of three bits of the row.
-    const uint32 at = keys + (to ^ 2 * step * 16) + 2 * (turn * kSteps + step) * kBoxRowBytes;
+    const uint32 at = keys + (ptx::opaque(to) ^ 2 * (step % kSteps) * 16) +
+                      2 * (turn * kSteps + step) * kBoxRowBytes;
     uint2 left = convert(all.x), right = convert(all.y);
     ptx::store_shared_x4(at, left.x, left.y, right.x, right.y);
     left = convert(all.z);
     right = convert(all.w);
     ptx::store_shared_x4(at ^ 16, left.x, left.y, right.x, right.y);
+  }
+  // The 64 features of a half that this lane converts.
+  static __device__ __forceinline__ int group_of() {
+    return threadIdx.x % 32 / 8 ^ threadIdx.x / 4 % 2;
+  }
+  __device__ __forceinline__ int row_of_plain(int i, int lane) const {
+    return warp * kRows + i / 2 * 2 * kSteps + 2 * (lane / 8) + i % 2;
+  }
+  __device__ __forceinline__ uint32 plain_at(uint32 box, int i, int lane) const {
+    return chunk_address<kBlockKV>(box, row_of_plain(i, lane), lane % 8);
   }
 };
 

@@ -58,6 +58,7 @@ struct LatentShared : Incoming<kPackedRows> {
   unsigned short unread[2][kTakesPlaces ? kLoaders : 1];  // by stage: bits of rows not read
   int spoiled[2];          // a page that the stage's block needs is none
   uint4 parked[kLoaders];  // where the warps that load stand in the line of blocks
+  uint2 counted[kPackedRows ? kLoaders : 1];  // likewise: blocks less the unit's own, and units
 };
 
 // Named barriers.
