@@ -202,8 +202,8 @@ struct LatentLoader {
         ptx::fence_async_proxy();
         __syncwarp();
         const int lane = ptx::fresh_lane(), boxes = half == 0 ? kHalfBoxes : kKeyBoxes - kHalfBoxes;
-        const uint32 full = ptx::shared_address(&shared.full[0][0]) +
-                            8 * (stage * kKeyBoxes + half * kHalfBoxes);
+        const uint32 full =
+            ptx::shared_address(&shared.full[0][0]) + 8 * (stage * kKeyBoxes + half * kHalfBoxes);
         if (lane < boxes) ptx::barrier_arrive(full + 8 * lane);
       }
       slots = next;

@@ -42,8 +42,7 @@ __device__ __forceinline__ uint2 scaled(uint32 four, const PackedScale& scale) {
 #pragma unroll
   for (uint32& pair : pairs) {
     pair = pair << 4 & 0x87f087f0u;
-    pair = ptx::fma_bfloat16(pair, scale.high,
-                             kOne ? 0u : ptx::fma_bfloat16(pair, scale.low, 0));
+    pair = ptx::fma_bfloat16(pair, scale.high, kOne ? 0u : ptx::fma_bfloat16(pair, scale.low, 0));
   }
   return make_uint2(pairs[0], pairs[1]);
 }
@@ -77,7 +76,7 @@ struct PackedSteps {
   const Unit& unit;
   LatentShared& shared;
   int warp;
-  uint32 to;        // where this lane's features of step 0 lie in a half of a block
+  uint32 to;         // where this lane's features of step 0 lie in a half of a block
   float scales[2];   // this lane's, of the halves of a block
   uint32 found = 0;  // of a half: kNanBytes of what was converted
 
@@ -162,8 +161,8 @@ struct PackedSteps {
     for (int step = 0; step < kTurns * kSteps; ++step) {
       const int slot = slot_of(slots, 0, step, threadIdx.x / 4 % 2);
       if (slot < 0) continue;
-      const uint4 all = *reinterpret_cast<const uint4*>(start(slot) + half * 256 +
-                                                        group_of() * 64 + threadIdx.x % 4 * 16);
+      const uint4 all = *reinterpret_cast<const uint4*>(start(slot) + half * 256 + group_of() * 64 +
+                                                        threadIdx.x % 4 * 16);
       const float factor = *scale_at(slot, half);
       store_piece(keys, 0, step, all, [&](uint32 four) { return scaled_slowly(four, factor); });
     }
