@@ -38,6 +38,8 @@ _SHORTEST = (
     (backward_units, "_WIDE_ENDS"),
     (backward_units, "_FEWER_STEPS"),
     (backward_units, "_SHARED_STEPS"),
+    (backward_units, "_SHARED_CAUSAL"),
+    (backward_units, "_ONE_ROUND_LONGEST"),
     (importlib.import_module("jax_flash._gpu.sm90.backward_launch"), "_SHARE"),
 )
 

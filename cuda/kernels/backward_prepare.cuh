@@ -17,7 +17,7 @@ namespace backward {
 
 // With kHalves a CTA of split_float32 goes on with it, for the rows of dout that it has split.
 inline constexpr int kPrepareThreads = kHalves ? halves::kThreads : 128;
-static_assert(!kHalves || kQueries == halves::kRows);
+static_assert(!kHalves || (kQueries == halves::kRows && kPrepareParts == 1));
 
 // Eight elements of a row of out or dout.
 template <class Of>
@@ -155,15 +155,18 @@ __device__ __forceinline__ bool has_place(const Params& p, int head_index) {
   return !kStoresDq;
 }
 
-// `index`: of the blocks, all of a head side by side.
+// `index`: of the blocks of 64 rows, all of a head side by side. `part`: of kPrepareParts.
 template <class Params>
-__device__ __forceinline__ void prepare(const Params& p, int index) {
+__device__ __forceinline__ void prepare(const Params& p, int index, int part = 0) {
   if constexpr (kRest) {
     if (is_left_to_other(p)) return;
   }
   constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
   constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
   constexpr int kColumns = 8 * kLanes;                                // of a row at a time
+  constexpr int kPartRows = 64 / kPrepareParts;
+  constexpr int kUnroll = kPartRows < kRows * kPrepareUnroll ? kPartRows / kRows : kPrepareUnroll;
+  static_assert(kUnroll > 0 && kPartRows % (kRows * kUnroll) == 0);
   const int tiles = query_blocks(p) * (kQueries / 64);
   const int head_index = index / tiles;  // batch * N + head
   const int row0 = (index - head_index * tiles) * 64;
@@ -176,16 +179,17 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   // Once: a division for each row, whose rare cases are a call, spilled 36 bytes.
   const float keep_rate = kHasDropout ? 1.f / p.dropout_scale : 1.f;
 
-  if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
+  const bool first = part == 0;
+  if (first && index == 0 && threadIdx.x == 0) *p.next_unit = 0;
   if constexpr (kRing) clear_ring(p, head_index, row0);
   if constexpr (kMarksRows) {
     const int marks = ceil_div(p.batch * p.query_len * p.query_heads, 64);
-    if (threadIdx.x == 0 && index < marks) p.dq_marks[index] = 0;
+    if (first && threadIdx.x == 0 && index < marks) p.dq_marks[index] = 0;
   }
   if constexpr (kStoresDq) {
-    if (may_be_left_out(p, batch, head, row0)) clear_dq(p, batch, head, row0);
+    if (first && may_be_left_out(p, batch, head, row0)) clear_dq(p, batch, head, row0);
   }
-  if constexpr (kSharesKeys) clear_keys(p, index);
+  if constexpr (kSharesKeys) clear_keys(p, index * kPrepareParts + part);
   if constexpr (kDeterministic) {  // the first unit stores
     if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {
       const int64 block = kCompact ? index / (kQueries / 64) : padded / kQueries;
@@ -197,30 +201,31 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
       const SumTile sum = sum_tile(p, batch, head, row0, box);
       const int of_half = kPrepareThreads == 128 ? 0 : threadIdx.x / 128;
 #pragma unroll
-      for (int j = 0; j < 8; j += kPrepareThreads / 128) {
-        sum.store(j + of_half, float4{0.f, 0.f, 0.f, 0.f});
+      for (int j = 0; j < 8 / kPrepareParts; j += kPrepareThreads / 128) {
+        sum.store(part * (8 / kPrepareParts) + j + of_half, float4{0.f, 0.f, 0.f, 0.f});
       }
     }
   }
 
 #pragma unroll
-  for (int base = 0; base < 64; base += kRows * kPrepareUnroll) {
-    Piece<ResultElement> o[kPrepareUnroll];
-    Piece<Element> d[kPrepareUnroll];
-    float lse[kPrepareUnroll], dlse[kPrepareUnroll];
-    // Loads all columns, or the first kColumns.
-    const auto load = [&](int i, int first) {
+  for (int step = 0; step < kPartRows; step += kRows * kUnroll) {
+    const int base = part * kPartRows + step;
+    Piece<ResultElement> o[kUnroll];
+    Piece<Element> d[kUnroll];
+    float lse[kUnroll], dlse[kUnroll];
+    // Loads all columns, or kColumns from one on.
+    const auto load = [&](int i, int column) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
       o[i] = {};
       d[i] = {};
-      if (row < queries && first + lane * 8 < kValueDim) {
-        const int64 at = query_row(p, batch, row, head) * kValueDim + first + lane * 8;
-        o[i].template load<true>(p.out_data, at, first + lane * 8);
-        d[i].template load<false>(p.dout_data, at, first + lane * 8);
+      if (row < queries && column + lane * 8 < kValueDim) {
+        const int64 at = query_row(p, batch, row, head) * kValueDim + column + lane * 8;
+        o[i].template load<true>(p.out_data, at, column + lane * 8);
+        d[i].template load<false>(p.dout_data, at, column + lane * 8);
       }
     };
 #pragma unroll
-    for (int i = 0; i < kPrepareUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       load(i, 0);
       // With them: behind a row's sum it took 1 us more of short calls, 5 of 42 of long ones
       // (H200).
@@ -233,11 +238,11 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kPrepareUnroll; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       float total = o[i].dot(d[i]);
 #pragma unroll
-      for (int first = kColumns; first < kValueDim; first += kColumns) {
-        load(i, first);
+      for (int column = kColumns; column < kValueDim; column += kColumns) {
+        load(i, column);
         total += o[i].dot(d[i]);
       }
 #pragma unroll
@@ -270,7 +275,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   // they are used.
   const auto find_ranges = [&](auto of_queries, auto of_keys, auto query_ranges, auto key_ranges) {
     const int warp = threadIdx.x / 32;
-    if (head == 0 && row0 % kQueries == 0 && warp == 0) {
+    if (first && head == 0 && row0 % kQueries == 0 && warp == 0) {
       const SegmentRange range =
           segment_range(p.*of_queries + static_cast<int64>(batch) * p.query_len, row0,
                         min(row0 + kQueries, queries));
@@ -279,7 +284,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
             range.low, range.high};
       }
     }
-    if (head == 0 && row0 == 0) {
+    if (first && head == 0 && row0 == 0) {
       const int keys = visibility(p, batch).kv_length;
       const int blocks = key_blocks(p);
       for (int block = warp; block < blocks; block += kPrepareThreads / 32) {
@@ -325,11 +330,12 @@ __device__ __forceinline__ void split_and_prepare(const Params& p, float second,
   prepare(p, (at.batch * p.query_heads + at.head) * dout.tiles() + at.first / halves::kRows);
 }
 
-// One CTA for 64 rows of a query head, but with kHalves.
+// kPrepareParts CTAs for 64 rows of a query head, but with kHalves.
 template <class Params>
 __device__ __forceinline__ void prepare_alone(const Params& p) {
   // The heads that the main kernel takes first come last, so that it finds them in L2.
-  if constexpr (!kHalves) prepare(p, gridDim.x - 1 - blockIdx.x);
+  const int index = gridDim.x - 1 - blockIdx.x;
+  if constexpr (!kHalves) prepare(p, index / kPrepareParts, index % kPrepareParts);
 }
 
 }  // namespace backward

@@ -298,15 +298,35 @@ class Backward:
 
     # Launches.
 
-    def kernel(self, entry: str, grid: AnySize, threads: int, shared_bytes: int = 0) -> Kernel:
-        return Kernel(entry, grid, threads, shared_bytes, beside=True)
+    def kernel(
+        self,
+        entry: str,
+        grid: AnySize,
+        threads: int,
+        shared_bytes: int = 0,
+        *,
+        overlaps: bool = False,
+    ) -> Kernel:
+        return Kernel(entry, grid, threads, shared_bytes, beside=True, overlaps=overlaps)
+
+    @property
+    def _parts(self) -> int:
+        """CTAs of flash_backward_prepare for 64 rows; of several the kernels behind start early."""
+        return getattr(self.tiling, "prepare_parts", 1)
 
     def _main(self, units: AnySize) -> Kernel:
         tiling, cluster = self.tiling, 1
         grid = minimum(SMS * tiling.resident, units) if self.persistent else units
         if tiling.pairs:
             cluster, grid = 2, grid // 2 * 2
-        return Kernel(self.main, grid, tiling.threads, tiling.shared_bytes, cluster=cluster)
+        return Kernel(
+            self.main,
+            grid,
+            tiling.threads,
+            tiling.shared_bytes,
+            overlaps=self._parts > 1,
+            cluster=cluster,
+        )
 
     def steps(self, ahead: tuple[Step, ...] = (), more_units: AnySize = 0) -> tuple[Step, ...]:
         """Returns all launches.
@@ -322,7 +342,7 @@ class Backward:
             elements = product(batch, heads, queries, keys)
             steps.append(Zero("dbias", elements if wide else elements // 2))
         if not tiling.halves:  # else split_float32 does it
-            steps.append(self.kernel("flash_backward_prepare", pieces, 128))
+            steps.append(self.kernel("flash_backward_prepare", pieces * self._parts, 128))
         if self.with_dbias and tiling.dbias_heads:
             steps += self._by_heads()
         else:
@@ -337,7 +357,7 @@ class Backward:
             finish = minimum(_FINISH_CTAS * SMS, stored_marks())
         if tiling.unit_heads:
             finish = finish + product(B * K, self.key_blocks, tiling.block_kv // 64)
-        steps.append(self.kernel("flash_backward_finish", finish, 128))
+        steps.append(self.kernel("flash_backward_finish", finish, 128, overlaps=self._parts > 1))
         if self._dbias_ctas:
             grid = product(
                 batch * heads,

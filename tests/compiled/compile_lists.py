@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from jax_flash._problem import BlockMaskShape, TermShape
+from jax_flash._problem import BlockMaskShape, Shapes, TermShape
 
 from .compile_cases import (
     DROPOUT,
@@ -47,6 +47,7 @@ def tuned(name: str) -> Configurations:
             yield f"{dims[0]}/{dims[1]} pairs", PLAIN, shapes
         yield f"{dims[0]}/{dims[1]} deterministic", wide, shapes
         yield from itertools.islice(one_block(), 5)
+        yield from few_gradients()
         return
     short = dataclasses.replace(SHAPES, batch=32, q_len=512, kv_len=512, head_dim=64, value_dim=64)
     for window in ((None, None), (None, 0)):  # two teams
@@ -170,6 +171,21 @@ def one_block() -> Configurations:
     for dims in ((136, 256), (256, 256)):
         shapes = dataclasses.replace(short, head_dim=dims[0], value_dim=dims[1], kv_len=60)
         yield f"one block {dims[0]}/{dims[1]}", PLAIN, shapes
+
+
+def few_gradients() -> Configurations:
+    """Backward kernels of fewer units than multiprocessors: 64 keys of a CTA, and shared walks."""
+    for dim, heads, length in ((64, 12, 512), (128, 6, 512), (64, 3, 2048), (128, 1, 4096)):
+        shapes = Shapes(1, length, length, heads, heads, dim, dim)
+        yield (
+            f"few units {dim}/{dim} of {length}",
+            dataclasses.replace(PLAIN, window=(None, 0)),
+            shapes,
+        )
+    for dims in ((192, 192), (136, 256)):
+        for right in (None, 0):
+            problem = dataclasses.replace(PLAIN, window=(None, right))
+            yield f"few units {dims[0]}/{dims[1]}", problem, Shapes(1, 1376, 1376, 1, 1, *dims)
 
 
 def groups() -> Configurations:

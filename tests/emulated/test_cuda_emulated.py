@@ -177,6 +177,7 @@ LONG = {
         C("few keys 64, lengths", T=390, S=100, N=1, K=1, q_lengths=(270,), kv_lengths=(70,)),
         C("few keys, bias", T=200, S=60, N=1, K=1, H=128, bias="1nts"),
         C("wide", T=200, S=64, N=1, K=1, H=160, Hv=256),
+        C("causal", T=128, S=128, N=1, K=1, H=128, causal=True),
     ),
     # Gradients whose boxes begin before a head.
     ("early", True): (

@@ -52,7 +52,8 @@ def test_units_of_grouped_heads_are_many(window, deterministic, heads, batch, le
         (1, 2630, 3, 208, 1),
         (1, 8192, 8, 256, 0),  # 128 units of all heads are a round
         (8, 4096, 8, 256, 0),
-        (1, 4096, 1, 256, 0),
+        (3, 4096, 1, 256, 0),
+        (1, 4096, 1, 256, 1),  # of which two CTAs share each walk
     ],
 )
 def test_units_of_wide_heads_fill_the_multiprocessors(batch, length, group, dim, unit_heads):
@@ -95,7 +96,7 @@ def assert_wide(right, batch, length, group, dim, unit_heads, left=None):
         (24, 27, (24, 2), 64, 6),  # 48 units of all heads, 96 of 6
         (8, 128, (8, 1), 64, 1),
         (66, 27, (24, 2), 64, 0),  # 132 units of all heads
-        (12, 204, (20, 2), 72, 0),  # no room for sums of dk and dv
+        (14, 204, (20, 2), 72, 0),  # no room for sums of dk and dv
     ],
 )
 def test_units_of_short_grouped_heads_fill_the_multiprocessors(
@@ -136,3 +137,25 @@ def test_units_of_narrow_grouped_heads_add_beside_a_compact_sum(
         assert tiling.unit_heads == (0 if deterministic else unit_heads)
         assert deterministic or tiling.compact
         assert is_spare(problem, shapes, tiling)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "dim", "causal", "wide", "shares"),
+    [
+        (1, 512, 12, 64, False, True, False),  # 96 units of 64 keys
+        (4, 128, 8, 128, True, True, False),
+        (4, 512, 12, 64, False, False, False),  # 384 units
+        (1, 1024, 6, 64, True, False, True),
+        (1, 4096, 1, 128, True, False, True),
+        (1, 1024, 12, 128, True, False, False),  # 96 units of 128 keys
+        (7, 512, 1, 192, True, True, False),
+        (1, 1376, 1, 192, True, True, True),
+    ],
+)
+def test_few_units_are_of_64_keys_or_share_walks(batch, length, heads, dim, causal, wide, shares):
+    shapes = Shapes(batch, length, length, heads, heads, dim, dim)
+    problem = dataclasses.replace(PLAIN, window=(None, 0 if causal else None))
+    tiling = tiling_of(problem, shapes)
+    assert (tiling.wide, tiling.shares) == (wide, shares)
+    assert tiling.prepare_parts == 4
+    assert not (tiling.shares and tiling.pairs)

@@ -30,7 +30,7 @@
 //                             likewise; kRing, kStoresDq, kLastStores, kMarksRows, kPairs,
 //                             kPartsApart, kDbiasByRows, kFromDiagonals, int kUnitHeads: off
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
-//   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1
+//   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1, kPrepareParts = 1
 //   bool kKeepsAddresses      from step to step; kKeepsGroup: so is the size of a group;
 //                             kKeepsRows: so are a warp's rows of keys and values
 //   bool kStepsInPieces       a thread copies a step's rows by 16 bytes, where 8 divides the dim

@@ -1,19 +1,19 @@
 // The backward pass of FlashAttention on Hopper: dq, dk and dv from q, k, v, out, lse and dout.
 // Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 //
-// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads,
-// sm90_float32/backward.cuh the one for float32.
+// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads and
+// for few short units, sm90_float32/backward.cuh the one for float32.
 // backward_entries.cuh, compiled at the same time, holds the kernels beside the main one. They are
 // launched in this order on one stream with the same BackwardParams; rows are the T queries padded
 // to whole query blocks:
 //   kernel                   grid                             block  dynamic shared memory
 //   split_float32            tiles, with kHalves alone        256    0
-//   flash_backward_prepare   B * N * rows / 64, else          128    0
+//   flash_backward_prepare   B * N * rows / 64 * parts, else  128    0
 //   flash_backward           min(SMs, B * K * key blocks)     kThreads, sizeof(NarrowShared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
-// With kUnitHeads units are N / (K * kUnitHeads) times as many, and a block of
-// flash_backward_finish comes for each 64 keys. Sinks are in lse: they matter here where a row sees
-// nothing else, see prepare.
+// The last two may start while the kernel ahead ends, for which they wait. With kUnitHeads units
+// are N / (K * kUnitHeads) times as many, and a block of flash_backward_finish comes for each 64
+// keys. Sinks are in lse: they matter here where a row sees nothing else, see prepare.
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out and the gradients, else float16
@@ -43,6 +43,7 @@
 //                             backward_ring.cuh
 //   int kUnitHeads            query heads of a unit, where a key/value head has more: units add to
 //                             float32 sums of dk and dv; else 0
+//   int kPrepareParts         CTAs of flash_backward_prepare for 64 rows of a head
 //   int kOutputs              buffers by which a warpgroup's dV and dK leave, 1 or 2
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one

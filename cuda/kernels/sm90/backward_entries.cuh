@@ -17,10 +17,12 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, kMaskResident)
 
 extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
     flash_backward_prepare(const __grid_constant__ BackwardParams p) {
+  ptx::let_the_next_kernel_start();
   backward::prepare_alone(p);
 }
 
 extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, kFinishResident)
     flash_backward_finish(const __grid_constant__ BackwardParams p) {
+  ptx::wait_for_the_kernel_ahead();
   backward::finish(p);
 }

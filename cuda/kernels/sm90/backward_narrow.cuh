@@ -476,6 +476,8 @@ struct Scorer : ScorerParts {
 
 __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
+  ptx::wait_for_the_kernel_ahead();
+  ptx::let_the_next_kernel_start();
   if (ptx::warp_index() / 4 == 0) {
     ptx::register_decrease<kLoadRegisters>();
     if (kRing && (ptx::warp_index() == 1 || ptx::warp_index() == 2)) {

@@ -248,7 +248,7 @@ struct Planner {
     WalkPlan walk = plan_walk(p, r, u.blocks);
     if (kSharesUnits && taken.share >= 0) {
       const int begin = walk.count * taken.share / p.shares;
-      walk = {walk.first + begin, walk.count * (taken.share + 1) / p.shares - begin};
+      walk = {walk.first + begin * step_of(r), walk.count * (taken.share + 1) / p.shares - begin};
     }
     if (leader) set_walk(r, walk.first, walk.count);
     if constexpr (kGivesBackEarly && kTmaLoads) {  // K and V on their way to L2

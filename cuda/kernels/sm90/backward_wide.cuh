@@ -1,6 +1,6 @@
-// The main backward kernel for head or value dims above 128: dk, dv and the float32 sum of dq,
-// or with kStoresDq dq itself.
-// sm90_float32/backward.cuh has the same roles for float32.
+// The main backward kernel for head or value dims above 128, and for few short units: dk, dv and
+// the float32 sum of dq, or with kStoresDq dq itself. sm90_float32/backward.cuh has the same roles
+// for float32.
 //
 // A persistent CTA takes blocks of 64 keys. One warpgroup cannot hold both dK and dV, so the work
 // is a pipeline of roles, one warpgroup each:

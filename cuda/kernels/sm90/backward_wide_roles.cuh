@@ -151,6 +151,8 @@ struct Query : QuerySteps {
 
 __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
+  ptx::wait_for_the_kernel_ahead();
+  ptx::let_the_next_kernel_start();
   const int role = ptx::warp_index() / 4;
   if (role == 0) {
     ptx::register_decrease<kLoadRegisters>();

@@ -131,6 +131,7 @@ class BackwardTiling:
             "kUnitHeads": 0,
             "kPartsApart": False,
             "kAddsFour": self.adds_four,
+            "kPrepareParts": 1,
             "kDefersDq": self.defers_dq,
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,

@@ -29,6 +29,7 @@ from jax_flash._gpu.traits import (
     known,
 )
 from jax_flash._gpu.workspaces import (
+    blocks,
     boxes,
     dq_row_bytes,
     is_spare,
@@ -127,6 +128,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         dbias_rows=by_rows,
         dbias_heads=by_heads,
         sum_ctas=2 * multiprocessors(gpu),
+        prepare_parts=4 if asked.prepares_in_parts else 1,
     )
     if asked.is_tile and (tiling.stores_dbias or not shapes.bias):
         tiling = dataclasses.replace(tiling, block_q=64, resident=2)
@@ -185,7 +187,7 @@ class _Backward(UnitFacts):
 
     @property
     def block_q(self) -> int:
-        return 128 if self.widest <= 64 and self.is_roomy else 64
+        return 128 if self.widest <= 64 and self.is_roomy and not self.wide else 64
 
     @property
     def sums_in_dq(self) -> bool:
@@ -227,6 +229,18 @@ class _Backward(UnitFacts):
         return self.problem.window != (None, None) or bool(others)
 
     @property
+    def prepares_in_parts(self) -> bool:
+        """CTAs of 64 rows would wait for memory several times each, and be few beside that.
+
+        H200: 0.5 to 1 us of 20 at head dim 64, 3 of 30 at 192. The kernels behind start early too,
+        which is another 0.3 to 1.2 us. More rounds were not timed, nor copies of float32.
+        """
+        if self.problem.split or not self.are_known("batch", "q_heads", "q_len"):
+            return False
+        tiles = self.shapes.batch * self.shapes.q_heads * blocks(self.queries, 64)
+        return tiles <= _PARTS_ROUNDS * self.sms
+
+    @property
     def may_load_bias(self) -> bool:
         """By TMA, beside the queries."""
         # Beside positions and lengths wide heads would spill 16 bytes.
@@ -235,6 +249,7 @@ class _Backward(UnitFacts):
 
 
 _EARLY_DIM, _EARLY_SHORTEST = 32, 1024  # heads of 36 and T 1024 are the least that were timed
+_PARTS_ROUNDS = 8  # blocks of 64 rows for a multiprocessor, at most, that are prepared in parts
 _LAST_STORES_LONGEST = 4096  # keys, full attention
 # Plain calls that take turns unasked: full or causal, by head dim, up to how many queries, and
 # from how many rounds of units of 128 keys: what was measured.

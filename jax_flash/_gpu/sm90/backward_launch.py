@@ -56,9 +56,9 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
     more: AnySize = 0
     if _shares(problem, tiling):
         # Units of one length: the last ones would be of few CTAs.
-        rest = pass_.block_units * pass_.key_blocks % SMS
+        rest = pass_.block_units * pass_.key_blocks % (SMS * tiling.resident)
         shortest = pass_.query_blocks if tiling.halves else ceil_div(T, _SHARE)
-        each = minimum(SMS // maximum(Size("rest_units"), 1), shortest)
+        each = minimum(SMS * tiling.resident // maximum(Size("rest_units"), 1), shortest)
         names = {
             "rest_units": rest,
             "shares": where(equal(Size("rest_units"), 0), 0, each),

@@ -42,6 +42,7 @@ def backward_constants(
         "kScoreWarpgroups": tiling.score_warpgroups,
         "kResident": tiling.resident,
         "kUnitHeads": tiling.unit_heads,
+        "kPrepareParts": tiling.prepare_parts,
         "kOutputs": tiling.outputs,
         "kReadsAhead": tiling.reads_ahead,
         "kHoldsDraws": tiling.holds_draws,

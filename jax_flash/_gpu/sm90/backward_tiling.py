@@ -48,6 +48,7 @@ class BackwardTiling:
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
     resident: int = 1  # CTAs of a multiprocessor; two have one score warpgroup each, narrow kernel
+    prepare_parts: int = 1  # CTAs of flash_backward_prepare for 64 rows of a head
     pairs: bool = False  # two CTAs of a cluster make half of the columns of dq: backward_pairs.cuh
 
     @property

@@ -33,7 +33,27 @@ class UnitFacts(Facts):
         narrowest = min(self.shapes.head_dim, self.shapes.value_dim)
         # In the narrow one sums of few rows spill up to 164 bytes.
         few = self.few and self.widest > 64 and not self.has_all_keys(128)
-        return few or self.widest > 128 or (not self.tma_loads and narrowest > 112)
+        few |= self.widest > 128 or (not self.tma_loads and narrowest > 112)
+        return few or self.is_one_round
+
+    @property
+    def is_one_round(self) -> bool:
+        """Blocks of 64 keys are no more than multiprocessors, and walks are short.
+
+        In the wide kernel three warpgroups share a step: 0.82 to 0.90 of the time of two with 128
+        keys (H200, T 128 to 512; T 1024 1.0 to 1.18).
+        """
+        problem, shapes = self.problem, self.shapes
+        if self.few or self.early or self.in_order or not self.tma_loads:
+            return False
+        if not is_plain_call(problem) or problem.deterministic or problem.split:
+            return False
+        if not self.are_known("batch", "q_heads", "q_len") or shapes.q_len != shapes.kv_len:
+            return False
+        if self.group > 1 and self.group * self.steps < _UNIT_STEPS:
+            return False
+        units = shapes.batch * shapes.q_heads * blocks(shapes.kv_len, 64)
+        return 64 < shapes.q_len <= _ONE_ROUND_LONGEST and units <= self.sms
 
     def has_all_keys(self, block_kv: int) -> bool:
         """Tells whether a block has all keys, and registers are left to store dq."""
@@ -47,6 +67,10 @@ class UnitFacts(Facts):
     @property
     def pairs(self) -> bool:
         """L2 limits wide heads by its additions to dq: two CTAs that share columns halve them."""
+        return self._may_pair and not self.shares
+
+    @property
+    def _may_pair(self) -> bool:
         if not (self.wide and self.tma_loads) or self.few or self.problem.split:
             return False
         if boxes(self.shapes.head_dim) < 3:
@@ -88,7 +112,7 @@ class UnitFacts(Facts):
         # 84 to 172 bytes would be spilled.
         spills = self.drops and problem.deterministic and problem.split
         fits = not spills and not self.few
-        return self.is_square_128 and fits
+        return self.is_square_128 and fits and not self.wide
 
     @property
     def unit_heads(self) -> int:
@@ -173,18 +197,24 @@ class UnitFacts(Facts):
     def shares(self) -> bool:
         """Units of one head leave half of the multiprocessors without one, and walk far.
 
-        Those of few keys beside many queries. CTAs then share a unit's queries, and add to sums of
-        dk and dv. Units of a window differ in length.
+        Those of few keys beside many queries, or of few heads. CTAs then share a unit's queries,
+        and add to sums of dk and dv. Pairs of CTAs do not: T 1376, one head of 192 takes 0.62 of
+        their time, T 1024, 4 heads of 256 0.93 (H200).
         """
         problem, shapes = self.problem, self.shapes
         shared = {"query_lengths", "key_value_lengths", "dropout_state", "bias"}
-        if problem.window != (None, None) or not shared.issuperset(problem.terms):
+        causal = problem.window == (None, 0)
+        if problem.window != (None, None) and not (causal and self._may_share_causal):
+            return False
+        if not shared.issuperset(problem.terms):
             return False
         if problem.deterministic or problem.score is not None:
             return False
         if not self.may_add:
             return False
-        if self.pairs or not self.tma_loads or self.adds_rows or self.dbias_heads:
+        if not self.tma_loads or self.adds_rows or self.dbias_heads:
+            return False
+        if self._may_pair and shapes.q_len != shapes.kv_len:  # not timed
             return False
         if self.in_order or (self.wide and problem.softcap is not None):  # the second would spill
             return False
@@ -194,7 +224,23 @@ class UnitFacts(Facts):
         units = shapes.batch * shapes.q_heads * blocks(self.keys, block_kv)
         may_begin_early = self.early or not tma_loads_of(shapes)  # which was timed without
         least = _SHARED_STEPS_OF_ODD if may_begin_early else _SHARED_STEPS
-        return 2 * units <= self.sms and self.steps >= least
+        return 2 * units <= self.sms and (causal or self.steps >= least)
+
+    @property
+    def _may_share_causal(self) -> bool:
+        """Long causal walks, or of several wide heads, whose units differ in length.
+
+        H200: one head of 128 at T 4096 0.39 of the time of whole units, T 2048, 4 heads 0.74, 3 of
+        64 0.66, T 1024, 8 heads 0.88; of pairs of CTAs, T 1376, one of 192 0.58, T 2048, 2 of 256
+        0.77, T 512, 3 rows, 2/1 heads of 184 0.67.
+        """
+        shapes = self.shapes
+        if not (is_bare(self.problem) and self.tma_loads) or self.early or self.problem.split:
+            return False
+        if not self.are_known("q_len", "kv_len") or shapes.q_len != shapes.kv_len:
+            return False
+        grouped = self.widest > 128 and self.group > 1
+        return shapes.q_len >= (_ONE_ROUND_LONGEST if grouped else _SHARED_CAUSAL)
 
     def _heads_of_rounds(self, block_kv: int, ends: int) -> int:
         """Heads of a unit with which units take the fewest steps; 0, all, where that spares little.
@@ -269,8 +315,10 @@ class UnitFacts(Facts):
         return dbias_heads(self.problem, self.shapes, 128, self.sms)
 
 
+_ONE_ROUND_LONGEST = 512  # queries, and keys
 # Steps of a unit that CTAs share: T 1024 and more were timed, where 8 divides the dims.
 _SHARED_STEPS, _SHARED_STEPS_OF_ODD = 16, 32
+_SHARED_CAUSAL = 1024  # queries, and keys
 _FEWER_STEPS = 0.85  # of the steps of units of all heads, at most
 _WIDE_ENDS = 6  # steps; ends of other short units are as long as one head: both assumed
 _UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
