@@ -98,7 +98,7 @@ class AsIfLong(_AsElsewhere):
             patch.setattr(module, name, 1)
         patch.setattr(forward_order, "is_one_round", lambda facts: False)
         patch.setattr(forward_rows, "fills_larger_units", lambda facts: True)
-        patch.setattr(forward_rows, "is_round", lambda facts, rows: False)
+        patch.setattr(forward_rows, "is_round", lambda *_: False)
         for name in ("choose_forward", "choose_backward"):
             patch.setattr(sm90, name, noting(getattr(sm90, name)))
 

@@ -354,7 +354,7 @@ def prepare(with_every_lane: bool) -> None:
     """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
     forward_order.is_one_round = lambda facts: False  # from the counter, too
-    forward_rows.is_round = lambda facts, rows: False  # tiles of many units
+    forward_rows.is_round = lambda *_: False  # tiles of many units
     paged.FEWEST = 0  # by forward kernels over pages, however few the tokens
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
