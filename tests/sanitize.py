@@ -51,7 +51,7 @@ from unittest import mock
 import jax
 
 from jax_flash import _gpu, _native
-from jax_flash._gpu import paged
+from jax_flash._gpu import copies, paged
 from jax_flash._gpu.sm90 import forward_order, forward_rows
 
 from . import (
@@ -201,6 +201,7 @@ OVER_PAGES = {
             *serving_cases.LATENT,
         )
     },
+    **{f"requests, copied, {x.name}": (x, None) for x in quantized_cases.COPIED},
 }
 
 
@@ -266,6 +267,7 @@ class Check:
         | serving_cases.InCommon
         | serving_cases.EightBitPages
         | serving_cases.Tree
+        | quantized_cases.Copied
         | LatentRows
     )
     family: str | None = None
@@ -281,7 +283,10 @@ class Check:
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
         arguments = self.case.draw()
         with first:
-            if isinstance(arguments, ragged_cases.Drawn):
+            if isinstance(self.case, quantized_cases.Copied):
+                with self.case.chosen():
+                    arguments.compare(arguments.run("cuda"))
+            elif isinstance(arguments, ragged_cases.Drawn):
                 arguments.compare(arguments.run("cuda"))
             elif isinstance(self.case, EightBits):
                 quantized_cases.check(arguments, arguments.run("cuda"))
@@ -356,6 +361,7 @@ def prepare(with_every_lane: bool) -> None:
     forward_order.is_one_round = lambda facts: False  # from the counter, too
     forward_rows.is_round = lambda *_: False  # tiles of many units
     paged.FEWEST = 0  # by forward kernels over pages, however few the tokens
+    copies.FEWEST_ROWS = 1 << 30  # pages of eight bits in pieces, but where a case says so
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)

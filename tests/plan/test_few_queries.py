@@ -93,6 +93,8 @@ def test_float32_without_gradients(precision: str, gradients: tuple[str, ...]):
         ("bfloat16", {"batch": 1, "kv_heads": 16, "kv_len": 1024}, "xla"),
         ("bfloat16", {"kv_heads": 16, "kv_len": 128, "batch": 500}, "xla"),  # are read once
         ("bfloat16", {"kv_heads": 16, "kv_len": 129, "batch": 500}, "cuda"),
+        ("bfloat16", {"kv_heads": 8, "kv_len": 99, "batch": 500}, "xla"),
+        ("bfloat16", {"kv_heads": 16, "kv_len": 99, "q_len": 2, "batch": 500}, "cuda"),
         ("float32", {"kv_len": 1000}, "cuda"),
         ("float32", {"kv_len": 999}, "xla"),
     ],
