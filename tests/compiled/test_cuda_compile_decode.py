@@ -84,10 +84,11 @@ def test_decode_compiles_without_spills(dims, heads, change):
     )
     dtype = change.get("dtype", "bfloat16")
     precision = "highest" if dtype == "float32" else "default"
-    problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision)
+    causal: dict[str, Any] = {"window": (None, 0), "bottom_right": True}
+    problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision, **causal)
     if change.get("everything"):
         problem = dataclasses.replace(
-            problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
+            problem, window=(1024, 0), softcap=30.0, terms=("sinks",), scale=-1.0
         )
     value_dim = dims[1] if change.get("latent") else None
     packed_rows = change.get("latent_rows", False)  # new ones are written ahead of these kernels

@@ -99,11 +99,11 @@ SHORT = {
     for target in TARGETS
     for gpu in GPUS
 }
-GRIDS = {  # 128 tiles, or blocks of keys: (device, multiprocessors pretended) -> blocks
-    Direct(target, B=32, device=device, pretended=pretended): blocks
-    for target in TARGETS
+GRIDS = {  # 256 tiles, or 128 blocks of keys: (device, multiprocessors pretended) -> blocks
+    Direct(target, B=32, device=device, pretended=pretended): min(blocks, most)
+    for target, most in zip(TARGETS, (256, 128), strict=True)
     for device, pretended, blocks in [
-        (0, 0, SMS[0]), (1, 0, SMS[1]), (1, 100, 100), (0, 500, 128)
+        (0, 0, SMS[0]), (1, 0, SMS[1]), (1, 100, 100), (0, 500, 500)
     ]
 }  # fmt: skip
 
