@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 def tiling_of(sizes: tuple[int, int, int, int], **change: Any):
-    """Of a batch, length, heads and head dim."""
+    """Makes what a call of a batch, length, heads and head dim is."""
     batch, length, heads, dim = sizes
     of_shapes = {x.name for x in dataclasses.fields(Shapes)} & {*change}
     shapes = Shapes(batch, length, length, heads, heads, dim, dim)
