@@ -125,7 +125,7 @@ class AsIfManyRows(_AsElsewhere):
         patch.setattr(short_float32, "takes", noted)
         patch.setattr(short_float32, "_SUMMED", 0)
         patch.setattr(short_float32, "_FOLDED", 1)
-        patch.setattr(short_float32, "_FEW_LENGTHS", range(1, 33))
+        patch.setattr(short_float32, "_FEW_LENGTH", 1)
 
 
 @dataclasses.dataclass
