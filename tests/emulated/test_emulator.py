@@ -77,7 +77,8 @@ def broken(file: str, old: str, new: str) -> dict[str, str]:
     return sources | {file: sources[file].replace(old, new, 1)}
 
 
-MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
+# Two units of 128 rows: four of 64 would be more than a round.
+MANY_BLOCKS = C("many blocks", H=128, T=200, S=800, N=1).draw()
 
 
 @pytest.mark.parametrize(
