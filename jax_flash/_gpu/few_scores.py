@@ -87,10 +87,10 @@ _WALK_QUERIES, _WALK_KEYS, _WALK_HEADS, _WALK = 16, 512, 32, 1 << 23
 # 16 bits, one query of few keys, whatever heads share: H100, 1000 rows of 8 keys, 8/2 heads of 128
 # 53 to 41 us, with gradients 108 to 87; 2^16 scores were measured.
 _ONE_QUERY_KEYS, _ONE_QUERY_SCORES = 16, 1 << 16
-# 16 bits, one query, forward alone, whose keys XLA reads where they lie: most keys by how many heads
-# share them. H200, us, kernels and products: 3000 x 40, 8 of 128 353 to 154; 2000 x 56, 3 of 192 125
-# to 78; 700 x 96, 16 of 64 125 to 79; 900 x 80, 16/8 of 64 127 to 70; 200 x 128, 8 of 128 by
-# decoding 34 to 32; 256 x 196, 12 of 64 48 to 50; two queries, 900 x 2 x 60, 4 of 128 65 to 161.
+# 16 bits, one query, forward alone, whose keys XLA reads where they lie: most keys by how many
+# heads share them. H200, us, kernels and products: 3000 x 40, 8 of 128 353 to 154; 2000 x 56, 3 of
+# 192 125 to 78; 700 x 96, 16 of 64 125 to 79; 900 x 80, 16/8 of 64 127 to 70; 200 x 128, 8 of 128
+# by decoding 34 to 32; 256 x 196, 12 of 64 48 to 50; two queries, 900 x 2 x 60, 4 of 128 65 to 161.
 # Terms were not timed.
 _READ_ONCE = {1: 128, 2: 99}
 # 16 bits beside a bias or dropout, whose rows are no documents of longer ones: each row of a head
