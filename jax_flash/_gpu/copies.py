@@ -23,9 +23,7 @@ _THREADS, _CTAS = 256, 4  # of copy_pages, and of a multiprocessor
 
 def places(shapes: Shapes) -> int:
     """Counts the pages that there is place for."""
-    row = 2 * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    most = max(1, MOST_BYTES // (row * (shapes.page_size or 1)))
-    return min(*_seen(shapes), most)
+    return min(*_seen(shapes), MOST_BYTES // _page_bytes(shapes))
 
 
 def hold_all(shapes: Shapes) -> bool:
@@ -45,7 +43,14 @@ def refuse(shapes: Shapes, dtype: str, kernels: str) -> tuple[str, ...]:
         return (f"{kernels} copy pages of eight bits to bfloat16, not {dtype}",)
     if not all(isinstance(size, int) for size in (*sizes, shapes.q_heads)):
         return (f"{kernels} copy pages of eight bits where sizes are known",)
+    if (page := _page_bytes(shapes)) > MOST_BYTES:
+        return (f"{kernels} copy pages of eight bits of up to {MOST_BYTES} bytes, not {page}",)
     return ()
+
+
+def _page_bytes(shapes: Shapes) -> int:
+    """Counts the bytes that copies of a page take."""
+    return 2 * shapes.kv_heads * (shapes.head_dim + shapes.value_dim) * (shapes.page_size or 1)
 
 
 def _seen(shapes: Shapes) -> tuple[int, int]:

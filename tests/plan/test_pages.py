@@ -166,6 +166,13 @@ def test_place_for_copies():
     plan = _gpu.plan(call, dataclasses.replace(of, kv_len=1 << 20, pages=10**7), GPUS["H200"])
     assert plan.workspaces["copied_keys"].shape == (262144 // 16, 16, 8, 128)
     assert plan.workspaces["claims"].shape == (10**7,)
+    # A page for each request's whole text: in its place copies of one may take more.
+    whole = {"kv_len": 1 << 18, "page_size": 1 << 18, "pages": 16}
+    assert refused(call=call, **whole) == ""
+    whole |= {"kv_len": 1 << 19, "page_size": 1 << 19}
+    assert refused(call=call, **whole)
+    (reason,) = copies.refuse(dataclasses.replace(SHAPES, **whole), "bfloat16", "kernels")
+    assert "of up to 1073741824 bytes, not 2147483648" in reason
 
 
 def test_programs_of_ancestors_and_shared_pages(few_are_shared):
