@@ -156,7 +156,8 @@ class Prefill(Call):
         pages = jnp.where(
             pay & (lengths > 0), -(-lengths // page) - first, 0
         )  # as copy_pages has it
-        fits = running(jnp.sum, pages) <= copies.places(shapes)
+        # A page that requests have in common counts for each, but where all lie at their numbers.
+        fits = copies.hold_all(shapes) | (running(jnp.sum, pages) <= copies.places(shapes))
         return (pay & fits) | (jnp.arange(lengths.shape[0]) >= rows)  # those have no pages
 
     def instead(self, shapes: Shapes) -> tuple[Call, Shapes]:

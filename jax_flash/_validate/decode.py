@@ -1,7 +1,6 @@
 """From the arguments of `decode_attention` and `fill_cache` to arrays, or an error."""
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from jax_flash._ops.decode import MOST_QUERIES, Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
 from jax_flash._validate.arrays import array, check_head_dim, in_full, is_sure, value_dim_of
-from jax_flash._validate.scalars import precision_of, scale_of, softcap_of, window_sides
+from jax_flash._validate.scalars import precision_of, real, scale_of, softcap_of, window_sides
 from jax_flash._validate.terms import indices_of, sinks_of
 
 _MOST_INT32 = 2**31 - 1
@@ -482,8 +481,8 @@ def prepare_rotation(
 def _rotary_base(base: Any, head_dim: int, expected: str) -> float:
     if isinstance(base, bool) or not isinstance(base, numbers.Real):
         raise TypeError(f"rotary_base is {base!r}; expected {expected}")
-    base = float(base)
-    if not 0 < base < math.inf:
+    base = real("rotary_base", base)
+    if base <= 0:
         raise ValueError(f"rotary_base is {base!r}; expected {expected}")
     if head_dim % 2:
         raise ValueError(f"rotary_base is given for head dim {head_dim}; expected an even one")

@@ -165,7 +165,11 @@ def real(name: str, x: Any) -> float:
 
 def flag(name: str, x: Any) -> bool:
     """Checks a switch, or names it in a TypeError."""
-    if isinstance(x, jax.core.Tracer) or getattr(x, "ndim", 0) != 0 or x not in (True, False):
+    refused = isinstance(x, jax.core.Tracer) or getattr(x, "ndim", 0) != 0
+    if isinstance(x, jax.Array) and not refused:
+        refused = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # a key
+        x = x if refused else x.item()  # by jnp it would be compared in the caller's program
+    if refused or x not in (True, False):
         raise TypeError(
             f"{name} is {describe(x)}; expected True or False, known when the call is traced"
         )

@@ -296,6 +296,7 @@ def test_wrong_arguments_are_named():
     refused("new_key is given with no new_value for a value_cache", new_value=None)
     refused("new_value is given without new_key", new_key=None)
     refused("rotary_base is -1", rotary_base=-1)
+    refused("rotary_base is inf", rotary_base=10**400)
     refused("value_dim is 3 beside a value_cache", value_dim=3)
     latent = plain | {"value_cache": None, "new_value": None}
     refused("value_dim is None and value_cache None", latent)

@@ -161,6 +161,7 @@ FAULTS = (
     F("causal array", lambda: {"is_causal": np.array([True, False])}, TypeError, ("is_causal",)),
     F("causal list", lambda: {"is_causal": [[1], [1, 2]]}, TypeError, ("is_causal",)),
     F("scale bytes", lambda: {"scale": b"1"}, TypeError, ("scale",)),
+    F("causal key", lambda: {"is_causal": jax.random.key(0)}, TypeError, ("is_causal", "key<fry>")),
     F("causal text", lambda: {"is_causal": "yes"}, TypeError, ("is_causal", "yes")),
     F("return_lse text", lambda: {"return_lse": "no"}, TypeError, ("return_lse", "no")),
     F("deterministic array", lambda: {"deterministic": np.zeros(2)}, TypeError, ("deterministic",)),

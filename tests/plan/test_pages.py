@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_flash
@@ -173,6 +176,28 @@ def test_place_for_copies():
     assert refused(call=call, **whole)
     (reason,) = copies.refuse(dataclasses.replace(SHAPES, **whole), "bfloat16", "kernels")
     assert "of up to 1073741824 bytes, not 2147483648" in reason
+
+
+def test_pages_that_requests_have_in_common_are_copied_once():
+    """Where all pages have place each request of many tokens is copied, as often as it names them.
+
+    Else there is place for the first one's 32 pages, and not for the second's.
+    """
+    lengths, count = np.full(202, 500), np.full(202, 1)
+    count[:4], lengths[200:] = 64, 0
+    named = {"q": (800, 32, 64), "page_table": (200, 32), "lengths": lengths, "count": count}
+    call = dataclasses.replace(CALL, quantized="int8")
+    for pages, copied in ((40, 4), (1 << 17, 1)):
+        named |= {"k": (pages, 16, 8, 64), "v": (pages, 16, 8, 64)}
+        arrays: Any = {
+            name: jax.ShapeDtypeStruct(x, "int8") if isinstance(x, tuple) else jnp.asarray(x)
+            for name, x in named.items()
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copies, "MOST_BYTES", 40 * 2 * 16 * 8 * 128)
+            found = call._copied(arrays)
+        assert found is not None
+        np.testing.assert_array_equal(found[:200], np.arange(200) < copied)
 
 
 def test_programs_of_ancestors_and_shared_pages(few_are_shared):
