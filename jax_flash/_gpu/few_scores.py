@@ -24,6 +24,12 @@ _FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
 # (2^23.3 scores) 207 to 129 us, with gradients 653 to 324; 16 x 16 x 2048, 8/1 of 64 (2^22) 54 and
 # 166 on XLA, 101 and 200 by kernels.
 _FLOAT32_TOGETHER = 1 << 23
+# Gradients beside long keys that 4 does not divide, H200, XLA and kernels with forward: 2 x 9 x
+# 3001, 4 heads of 96 183 to 82 us; 9 x 12 x 1518, one of 64 84 to 54; 7 x 20 x 1701, one of 80 71
+# to 60; 12 x 28 x 1022, one of 128 61 both; 1500 keys, which 4 divides: 6 x 16, 2 of 64 64 to 60.
+# Up to twice the units, queries, keys and columns that were timed.
+_UNEVEN_KEYS, _UNEVEN_QUERIES, _UNEVEN_DIMS = range(1400, 6001), range(8, 25), range(32, 129)
+_UNEVEN_UNITS = 16
 # Gradients of rows that fill half a block, folded, from so many elements of queries and of keys on:
 # H200, with forward: 64 x 25, 24 heads of 96 218 to 139; 100 x 10, 16 of 128 157 to 103; 465 x 8, 4
 # of 224 187 to 138; 32 x 48, 8 of 128 (2^20.6) 63 to 77; 308 x 4, 64 of 80 159 to 268.
@@ -77,6 +83,9 @@ _SHARED_BIAS_QUERIES = 4
 # A bias that heads share too: 130 x 16, 4 of 96, causal 68 to 51 us, 220 x 8, 12 of 64 141 to 93,
 # 400 x 10, 2 of 80 86 to 50, 200 x 10, 8 of 64 119 to 111.
 _SHARED_BIAS_ROWS, _SHARED_BIAS_LENGTH = 120, 16
+# One of wide heads that share their keys: 200 x 24, 2/1 of 224 90 to 59, 180 x 24, one of 192 53 to
+# 41, 150 x 20, 2/1 of 160 63 to 53; 160 x 30, 2/1 of 256 86 to 92, 130 x 20, 2 of 160 53 to 62.
+_ONE_BIAS_ROWS, _ONE_BIAS_LENGTHS, _ONE_BIAS_HEADS = range(150, 401), range(10, 25), 2
 # 16 bits, such rows of any words, 8 x 8 scores a head and row: H200, 256 x 8, 3/1 heads of 100 24
 # to 14 us, with gradients 56 to 42. 16 x 16 scores take 1.2 times as long.
 _LOADED_UNIT, _LOADED_UNITS = 8 * 8, 512
@@ -187,10 +196,25 @@ def _read_once(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
 def _takes_float32(call: Call, shapes: Shapes, gpu: GpuSpec, scores: int) -> bool:
     if short_float32.takes(call, shapes, gpu) or _copies_pay(call, shapes, gpu):
         return False
+    if _are_uneven(call, shapes, gpu):
+        return False
     if scores <= _FLOAT32_SCORES:
         return True
     short = min(shapes.q_len, shapes.kv_len) <= _FLOAT32_LENGTH
     return short and not (scores >= _FLOAT32_TOGETHER and _read_once(call, shapes, gpu))
+
+
+def _are_uneven(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether gradients of few units have long rows of scores that begin within 16 bytes."""
+    problem = call.problem
+    if call.target != "backward" or gpu.arch not in sm90.Sm90.architectures:
+        return False
+    plain = not problem.terms and problem.softcap is None and problem.score is None
+    if not plain or problem.window != (None, None) or shapes.q_heads != shapes.kv_heads:
+        return False
+    few = shapes.q_len in _UNEVEN_QUERIES and shapes.batch * shapes.q_heads <= _UNEVEN_UNITS
+    timed = shapes.kv_len in _UNEVEN_KEYS and shapes.head_dim in _UNEVEN_DIMS
+    return few and timed and shapes.value_dim in _UNEVEN_DIMS and shapes.kv_len % 4 > 0
 
 
 def _copies_pay(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
@@ -299,5 +323,10 @@ def _add_slowly(call: Call, shapes: Shapes) -> bool:
     short = max(shapes.q_len, shapes.kv_len) <= _SHARED_BIAS_LENGTH
     by_all = shared and shapes.bias is not None and shapes.bias.heads == 1
     simple = _LOADED_TERMS.issuperset(call.problem.terms) and call.problem.score is None
-    many = shapes.batch >= _SHARED_BIAS_ROWS
-    return by_all and short and many and simple and call.problem.dtype == "bfloat16"
+    if not simple or not shared or call.problem.dtype != "bfloat16":
+        return False
+    one = shapes.kv_heads == 1 and shapes.q_heads <= _ONE_BIAS_HEADS and wide
+    one &= shapes.batch in _ONE_BIAS_ROWS and call.problem.window == (None, None)
+    if one and shapes.q_len in _ONE_BIAS_LENGTHS and shapes.kv_len in _ONE_BIAS_LENGTHS:
+        return True
+    return by_all and short and shapes.batch >= _SHARED_BIAS_ROWS

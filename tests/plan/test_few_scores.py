@@ -171,6 +171,52 @@ def test_gradient_of_a_bias_that_rows_and_heads_share():
         assert _gpu.few_scores.takes(call, shapes, H200) == taken
 
 
+@pytest.mark.parametrize(
+    ("sizes", "taken"),
+    [
+        ((150, 24, 24, 2, 1, 160), True),
+        ((149, 24, 24, 2, 1, 160), False),
+        ((401, 24, 24, 2, 1, 160), False),
+        ((150, 25, 24, 2, 1, 160), False),
+        ((150, 24, 25, 2, 1, 160), False),
+        ((150, 24, 24, 1, 1, 136), True),
+        ((150, 24, 24, 1, 1, 128), False),
+        ((150, 24, 24, 2, 2, 160), False),  # keys of two heads
+        ((150, 24, 24, 3, 1, 160), False),
+    ],
+)
+def test_gradient_of_a_bias_that_rows_of_one_head_share(sizes: tuple[int, ...], taken: bool):
+    bias = TermShape("bfloat16", 1, *(sizes[i] for i in (3, 1, 2)))
+    shapes = Shapes(*sizes, sizes[-1], bias=bias)
+    for dtype, window in (("bfloat16", (None, None)), ("bfloat16", (None, 0)), ("float16", None)):
+        call = passes(Problem(dtype, 0.1, terms=("bias",), window=window or (None, None)))
+        wanted = taken and dtype == "bfloat16" and window == (None, None)
+        assert _gpu.few_scores.takes(call["backward"], shapes, H200) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernels"),
+    [
+        ((2, 9, 3001, 4, 4, 96), True),
+        ((9, 12, 1518, 1, 1, 64), True),
+        ((2, 9, 3000, 4, 4, 96), False),  # which 4 divides
+        ((2, 9, 1399, 4, 4, 96), False),
+        ((2, 9, 6001, 4, 4, 96), False),
+        ((2, 7, 3001, 4, 4, 96), False),
+        ((2, 25, 3001, 4, 4, 96), False),
+        ((3, 9, 3001, 6, 6, 96), False),  # more than 16 units
+        ((2, 9, 3001, 4, 2, 96), False),
+        ((2, 9, 3001, 4, 4, 136), False),
+    ],
+)
+def test_float32_gradients_beside_keys_that_4_does_not_divide(sizes, kernels: bool):
+    shapes, calls = Shapes(*sizes, sizes[-1]), passes(Problem("float32", 0.1))
+    followed = dataclasses.replace(calls["forward"], gradients=("q", "k", "v"))
+    for call in (calls["backward"], followed):
+        assert _gpu.few_scores.takes(call, shapes, H200) != kernels
+    assert _gpu.few_scores.takes(calls["backward"], shapes, _gpu.spec.GPUS["A100"])
+
+
 def test_boxes_that_begin_early_load_fast_enough():
     shapes = Shapes(1, 200, 200, 8, 8, 36, 36)  # 8 divides a row of all heads
     calls = passes(Problem(dtype="bfloat16", scale=0.1))

@@ -43,6 +43,12 @@ def ways(sizes: tuple[int, ...], gpu: _gpu.GpuSpec = H200, **of) -> list[str]:
         ((19, 80, 80, 1, 1, 112), PARTS, XLA),  # which copies no heads
         ((10, 40, 40, 8, 8, 88), PARTS, XLA),
         ((23, 32, 32, 6, 6, 72), PARTS, XLA),
+        ((30, 60, 60, 8, 8, 40), PARTS, PARTS),  # many blocks, which rows fill
+        ((30, 48, 64, 8, 8, 64), PARTS, PARTS),
+        ((30, 47, 64, 8, 8, 64), PARTS, COPIES),
+        ((31, 60, 60, 8, 8, 40), PARTS, COPIES),
+        ((30, 60, 60, 8, 8, 72), PARTS, COPIES),
+        ((200, 64, 64, 1, 1, 64), PARTS, COPIES),
         ((162, 14, 15, 16, 16, 56), "parts of 3", "copies of 6"),
         ((64, 25, 12, 24, 24, 96), "parts of 2", XLA),  # keys have too few elements
         ((1, 32, 32, 2, 2, 64), XLA, XLA),  # which sums products
@@ -62,6 +68,12 @@ def test_gradients_beside_causality_are_copied_earlier():
     for sizes in ((226, 23, 23, 4, 4, 176), (113, 22, 22, 4, 4, 200), (110, 20, 20, 4, 4, 176)):
         assert ways(sizes, window=(None, 0))[2].startswith(COPIES)
         assert ways(sizes)[2] == XLA
+
+
+def test_gradients_of_many_blocks_beside_windows():
+    for sizes, window in (((60, 64, 64, 4, 4, 64), (None, 0)), ((100, 64, 64, 2, 2, 64), (10, 10))):
+        assert ways(sizes, window=window) == [PARTS] * 3
+    assert ways((30, 60, 60, 8, 8, 40), terms=("key_value_lengths",))[2] == COPIES
 
 
 def test_not_where_it_was_not_timed():
