@@ -28,9 +28,9 @@ _FOLDED = 512
 # XLA transposes: 5 x 67, 12 of 56, causal 60 to 33, 10 x 40, 8 of 80, causal 46 to 28, 3 x 90, 8 of
 # 64 39 to 32; 40 x 36, 4 of 96 43 to 44, 2 x 100, 6 of 200 40 to 59; 19 x 80, one of 112 34 to 44.
 _FEW_BLOCKS, _FEW_LENGTH, _FEW_SHORT, _FEW_WIDTH = 132, 16, 32, 80
-# More blocks that rows of several heads fill: 60 x 64, 4 of 64, causal 65 to 48, 30 x 60, 8 of 40
-# 44 to 35 (copies 63), 100 x 64, 2 of 64, a window 59 to 39; 40 x 100, 4 of 48, a window, whose
-# blocks are two of a row, 67 to 62; 300 x 60, one of 48, a window 61 to 52.
+# More blocks that rows of several heads fill, copies to parts (XLA): 60 x 64, 4 of 64, causal 66 to
+# 48 (65), 30 x 60, 8 of 40 63 to 35 (44), 100 x 64, 2 of 64, a window 63 to 39 (59); 40 x 100, 4 of
+# 48, a window, two blocks a row 67 to 62 (79); 150 x 90, one of 64, a window 66 to 67 (93).
 _MORE_BLOCKS, _MORE_LENGTH, _MORE_WIDTHS = 240, 48, range(24, 65)
 
 NOTE = "float32 of short rows in parts of bfloat16; with gradients copies or XLA may run it"
