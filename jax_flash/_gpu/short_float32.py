@@ -61,10 +61,10 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
         longer = heads > 1 and most <= _LENGTH and widest <= _FEW_WIDTH
         few = least >= _FEW_LENGTH and units * -(-most // _BLOCK) <= _FEW_BLOCKS
         few &= most <= _FEW_SHORT or longer
-        filled = _MORE_LENGTH <= least and most <= _BLOCK and units <= _MORE_BLOCKS
-        filled &= heads > 1 and widest in _MORE_WIDTHS and not problem.terms
+        more = least >= _MORE_LENGTH and most <= _BLOCK and units <= _MORE_BLOCKS
+        more &= heads > 1 and widest in _MORE_WIDTHS and not problem.terms
         own = shapes.kv_heads == heads and "dbias" not in following.results
-        return own and (few or filled)
+        return own and (few or more)
     if most > (_LENGTH if widest <= 128 else _WIDE_LENGTH) or shapes.kv_heads == 1 < heads:
         return False
     rows = folds(call, shapes)
