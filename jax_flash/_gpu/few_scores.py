@@ -28,7 +28,7 @@ _FLOAT32_TOGETHER = 1 << 23
 # 3001, 4 heads of 96 183 to 82 us; 9 x 12 x 1518, one of 64 84 to 54; 7 x 20 x 1701, one of 80 71
 # to 60; 12 x 28 x 1022, one of 128 61 both; 1500 keys, which 4 divides: 6 x 16, 2 of 64 64 to 60.
 # Up to twice the units, queries, keys and columns that were timed.
-_UNEVEN_KEYS, _UNEVEN_QUERIES, _UNEVEN_DIMS = range(1400, 6001), range(8, 25), range(32, 129)
+_UNEVEN_KEYS, _UNEVEN_QUERIES, _UNEVEN_DIMS = range(1400, 6001), range(8, 25), range(32, 129, 8)
 _UNEVEN_UNITS = 16
 # Gradients of rows that fill half a block, folded, from so many elements of queries and of keys on:
 # H200, with forward: 64 x 25, 24 heads of 96 218 to 139; 100 x 10, 16 of 128 157 to 103; 465 x 8, 4
@@ -210,6 +210,7 @@ def _are_uneven(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     if call.target != "backward" or gpu.arch not in sm90.Sm90.architectures:
         return False
     plain = not problem.terms and problem.softcap is None and problem.score is None
+    plain &= carrier.takes(problem)
     if not plain or problem.window != (None, None) or shapes.q_heads != shapes.kv_heads:
         return False
     few = shapes.q_len in _UNEVEN_QUERIES and shapes.batch * shapes.q_heads <= _UNEVEN_UNITS
@@ -224,6 +225,8 @@ def _copies_pay(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     """
     following = call.next if call.target == "forward" else call
     if following is None or gpu.arch not in sm90.Sm90.architectures:
+        return False
+    if not carrier.takes(following.problem):
         return False
     if min(shapes.q_len, shapes.kv_len) <= _COPIED_LEAST or following.problem.score is not None:
         return False

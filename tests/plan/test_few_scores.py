@@ -207,6 +207,7 @@ def test_gradient_of_a_bias_that_rows_of_one_head_share(sizes: tuple[int, ...], 
         ((3, 9, 3001, 6, 6, 96), False),  # more than 16 units
         ((2, 9, 3001, 4, 2, 96), False),
         ((2, 9, 3001, 4, 4, 136), False),
+        ((2, 9, 3001, 4, 4, 92), False),
     ],
 )
 def test_float32_gradients_beside_keys_that_4_does_not_divide(sizes, kernels: bool):
@@ -215,6 +216,8 @@ def test_float32_gradients_beside_keys_that_4_does_not_divide(sizes, kernels: bo
     for call in (calls["backward"], followed):
         assert _gpu.few_scores.takes(call, shapes, H200) != kernels
     assert _gpu.few_scores.takes(calls["backward"], shapes, _gpu.spec.GPUS["A100"])
+    exact = passes(Problem("float32", 0.1, precision="highest"))["backward"]  # without copies
+    assert _gpu.few_scores.takes(exact, shapes, H200)
 
 
 def test_boxes_that_begin_early_load_fast_enough():

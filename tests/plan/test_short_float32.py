@@ -79,6 +79,7 @@ def test_gradients_of_many_blocks_beside_windows():
 def test_not_where_it_was_not_timed():
     sizes = (64, 25, 25, 24, 24, 96)
     assert ways(sizes, softcap=2.0)[0] == XLA
+    assert ways(sizes, precision="highest") == [XLA] * 3  # has no copies
     assert ways(sizes, _gpu.spec.GPUS["A100"])[0] == XLA
     assert ways((64, 25, 25, 24, 24, 96), window=(None, 0), bottom_right=True)[0] == "parts of 2"
     call = dataclasses.replace(passes(Problem("float32", 0.1))["forward"], backend="cuda")
