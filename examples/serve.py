@@ -194,12 +194,13 @@ class Server:
         async def send(event: str) -> None:
             await response.write(f"data: {event}\n\n".encode())
 
-        count = 0
+        count, before = 0, {"usage": None} if asked.with_usage else {}  # the last event has it
         with contextlib.suppress(ConnectionResetError):  # the client may go away
             await response.prepare(http)
             while part is not None:
                 count += len(part[1])
-                await send(json.dumps(head | {"choices": [self._choice(asked, *part)]}))
+                choices = {"choices": [self._choice(asked, *part)]}
+                await send(json.dumps(head | choices | before))
                 try:
                     part = await anext(parts, None)
                 except Exception as fault:  # the status has been sent: an event tells it
@@ -276,6 +277,7 @@ async def name_faults(request: web.Request, handler: Any) -> web.StreamResponse:
         headers["Retry-After"] = "1"
     except web.HTTPException as fault:
         status, kind, param, message = fault.status, "invalid_request_error", None, fault.reason
+        headers = {name: fault.headers[name] for name in ("Allow",) if name in fault.headers}
     except Exception as fault:
         request.app.logger.exception("a request failed")
         status, kind, param, message = 500, "server_error", None, str(fault)
