@@ -6,17 +6,15 @@ and sm90/backward_schedule.py or sm80/backward.py for what a family does of its 
 
 import dataclasses
 
+from jax_flash._gpu.meaning import Meaning
 from jax_flash._gpu.plan import Number
-from jax_flash._gpu.traits import hides_sides, is_block_mask, is_one, is_wide, shows_whole_tiles
-from jax_flash._problem import Problem, Shapes
+from jax_flash._gpu.traits import is_block_mask, is_one, is_wide, shows_whole_tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class CommonSchedule:
+class CommonSchedule(Meaning):
     """How a unit, a block of keys, walks the blocks of queries, and what other kernels do."""
 
-    problem: Problem
-    shapes: Shapes
     block_q: int
     block_kv: int
 
@@ -35,15 +33,12 @@ class CommonSchedule:
             "kSumHoldsBias": self.sum_holds_bias,
         }
 
-    def _has(self, *terms: str) -> bool:
-        return any(term in self.problem.terms for term in terms)
-
     # The walk.
 
     @property
     def shows_words(self) -> bool:
         """A block mask alone says in a word which of 32 query blocks a unit sees."""
-        return is_block_mask(self.shapes) and not self._has("query_positions")
+        return is_block_mask(self.shapes) and not self.has("query_positions")
 
     @property
     def shows_layout(self) -> bool:
@@ -54,7 +49,7 @@ class CommonSchedule:
     @property
     def turns_shown(self) -> bool:
         """A block mask's words say whose turn it is, beside what window and lengths leave."""
-        return self.problem.deterministic and self.shows_words and not self._has("query_segments")
+        return self.problem.deterministic and self.shows_words and not self.has("query_segments")
 
     @property
     def skips_masked(self) -> bool:
@@ -62,7 +57,7 @@ class CommonSchedule:
 
         In deterministic mode only where whose turn it is says so too.
         """
-        hides = self.problem.masked or self._has("query_positions")
+        hides = self.problem.masked or self.has("query_positions")
         return hides and (not self.problem.deterministic or self.turns_shown)
 
     @property
@@ -72,7 +67,7 @@ class CommonSchedule:
         Units of one head then start at the same block and share it in L2, and the partial blocks
         come last.
         """
-        return 1 if self.problem.window[1] is None else -1
+        return -1 if self.has_right else 1
 
     # Other kernels than the main one.
 
@@ -103,8 +98,8 @@ class CommonSchedule:
 
         Both need registers, which some terms do not leave.
         """
-        held = self._has("query_segments", "query_positions", "dropout_state")
-        return not (held or any(hides_sides(self.problem)) or self.problem.score is not None)
+        held = self.has("query_segments", "query_positions", "dropout_state")
+        return not (held or self.hides_any or self.is_mapped)
 
     @property
     def sum_holds_bias(self) -> bool:
@@ -116,4 +111,4 @@ class CommonSchedule:
         bias = self.shapes.bias
         if bias is None or is_one(bias.queries) or is_one(bias.keys):
             return False
-        return bias.dtype != "float32" and not self._has("dropout_state", "query_positions")
+        return bias.dtype != "float32" and not self.has("dropout_state", "query_positions")

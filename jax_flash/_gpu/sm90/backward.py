@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_flash._gpu import emit
 from jax_flash._gpu.sm90.backward_order import falling_heads, l2_heads, rising_heads
 from jax_flash._gpu.sm90.backward_ring import with_ring
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
@@ -176,8 +175,7 @@ class _Backward(UnitFacts):
     def is_roomy(self) -> bool:
         """Beside its terms 128 queries leave registers for all else."""
         problem, terms = self.problem, {*self.problem.terms}
-        sloped = problem.score is not None and emit.has_slope(problem.score)
-        if problem.softcap is not None or sloped or self.shapes.bias is not None:
+        if self.is_capped or self.is_sloped or self.shapes.bias is not None:
             return False
         if self.drops and (len(terms) > 1 or self.has_left):
             return False

@@ -5,12 +5,12 @@ A kernel reads the flag `skips_hidden` as kSkipsHidden. Read next: cuda/kernels/
 
 import dataclasses
 
-from jax_flash._gpu import emit
 from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.constants import problem_constants
+from jax_flash._gpu.meaning import Meaning
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.traits import hides_sides, is_plain_call
+from jax_flash._gpu.traits import is_plain_call
 from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
@@ -55,17 +55,15 @@ def backward_constants(
         "kDeterministic": problem.deterministic,
         "kTurnParts": tiling.turn_parts,
         "kAddsFour": True,
-        **BackwardSchedule(tiling, problem, shapes).flags(),
+        **BackwardSchedule(problem, shapes, tiling).flags(),
     }
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardSchedule:
+class BackwardSchedule(Meaning):
     """What the kernels do for a problem by a tiling; bytes are what ptxas would spill."""
 
     tiling: BackwardTiling
-    problem: Problem
-    shapes: Shapes
 
     def flags(self) -> dict[str, Number]:
         """Returns all that the kernels read, by name."""
@@ -101,14 +99,6 @@ class BackwardSchedule:
     @property
     def _common(self) -> CommonSchedule:
         return CommonSchedule(self.problem, self.shapes, self.tiling.block_q, self.tiling.block_kv)
-
-    @property
-    def _has_sides(self) -> bool:
-        return any(hides_sides(self.problem))
-
-    @property
-    def _drops(self) -> bool:
-        return "dropout_state" in self.problem.terms
 
     # Registers and roles.
 
@@ -228,13 +218,13 @@ class BackwardSchedule:
         All units have one length, and those of halves are long, those of many queries beside few
         keys longer. A share is a part of the walk, whose dK and dV are added to zeros.
         """
-        halves = self.tiling.halves and not self.problem.deterministic and not self._has_sides
+        halves = self.tiling.halves and not self.problem.deterministic and not self.hides_any
         return halves or self.tiling.shares
 
     @property
     def turns_left(self) -> bool:
         """Some units take no part at a query block between others that do: turns are looked for."""
-        return "query_segments" in self.problem.terms or self._common.turns_shown
+        return self.has("query_segments") or self._common.turns_shown
 
     @property
     def first_by_predicate(self) -> bool:
@@ -255,7 +245,7 @@ class BackwardSchedule:
         for 28 bytes.
         """
         few = self.tiling.block_q == 64 and not self._common.turns_shown
-        return self._has_sides and few
+        return self.hides_any and few
 
     @property
     def holds_shown(self) -> bool:
@@ -279,7 +269,7 @@ class BackwardSchedule:
 
         Dropout's draws look further ahead.
         """
-        return self._common.skips_masked and not self._drops
+        return self._common.skips_masked and not self.drops
 
     @property
     def gives_back_early(self) -> bool:
@@ -308,10 +298,8 @@ class BackwardSchedule:
         With a function of the scores, and P and dP in one warpgroup, they need none, and with them
         up to five registers were spilled. Nor do they where a step reads ahead.
         """
-        score = self.problem.score
-        sloped = score is not None and emit.has_slope(score)
-        reads_ahead = self.tiling.reads_ahead and self._drops
-        return (not sloped or self.tiling.wide) and not reads_ahead
+        reads_ahead = self.tiling.reads_ahead and self.drops
+        return (not self.is_sloped or self.tiling.wide) and not reads_ahead
 
     @property
     def sum_resident(self) -> int:

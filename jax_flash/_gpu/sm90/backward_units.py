@@ -81,10 +81,6 @@ class UnitFacts(Facts):
         return is_plain_call(self.problem)
 
     @property
-    def drops(self) -> bool:
-        return "dropout_state" in self.problem.terms
-
-    @property
     def unordered(self) -> Self:
         """The same without an order of additions."""
         problem = dataclasses.replace(self.problem, deterministic=False)
@@ -99,7 +95,7 @@ class UnitFacts(Facts):
         elsewhere nothing or a loss, with segments up to 5 % of long documents.
         """
         problem = self.problem
-        if self.has_left or problem.softcap or problem.score is not None:
+        if self.has_left or self.is_capped or self.is_mapped:
             return False
         terms = {*problem.terms}
         segments = terms == {"query_segments", "key_value_segments"}
@@ -135,7 +131,7 @@ class UnitFacts(Facts):
         block_kv = 64 if self.wide else 128
         if self.wide:
             # 76, 36 and 32 bytes would be spilled.
-            spills = problem.score is not None or problem.softcap is not None
+            spills = self.is_mapped or self.is_capped
             narrow = boxes(self.shapes.head_dim) == 3 and boxes(self.shapes.value_dim) < 3
             alone |= spills or (self.pairs and narrow)
         if group * self.steps < _UNIT_STEPS:
@@ -146,7 +142,7 @@ class UnitFacts(Facts):
         if self.wide:
             # Units of a window are short: 2 rows of 1904, 24/1 heads of 174, a window of 823,
             # gradients 664 us by units of one head, 817 by those of twelve (H200).
-            ends = 0 if problem.window[0] is not None else _WIDE_ENDS
+            ends = 0 if self.has_left else _WIDE_ENDS
             return 0 if alone else self._heads_of_rounds(block_kv, ends)
         holds_draws = self.drops and self.reads_ahead  # of one head
         if problem.deterministic and is_plain_window(problem) and not holds_draws:
@@ -208,7 +204,7 @@ class UnitFacts(Facts):
             return False
         if not shared.issuperset(problem.terms):
             return False
-        if problem.deterministic or problem.score is not None:
+        if problem.deterministic or self.is_mapped:
             return False
         if not self.may_add:
             return False
@@ -216,7 +212,7 @@ class UnitFacts(Facts):
             return False
         if self._may_pair and shapes.q_len != shapes.kv_len:  # not timed
             return False
-        if self.in_order or (self.wide and problem.softcap is not None):  # the second would spill
+        if self.in_order or (self.wide and self.is_capped):  # the second would spill
             return False
         if not self.are_known("batch", "q_heads"):
             return False

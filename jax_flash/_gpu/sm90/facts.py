@@ -1,25 +1,23 @@
 """Owns what a call is, as the choices of both passes for Hopper ask it: nothing here is measured.
 
-Read next: forward.py, backward.py, which choose tilings.
+Read next: ../meaning.py, which it extends; forward.py, backward.py, which choose tilings.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from jax_flash._gpu.meaning import Meaning
 from jax_flash._gpu.sm90.hopper import multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.spills import spills
 from jax_flash._gpu.traits import bytes_of_bias, group_size, is_bare, is_highest, is_plane, known
-from jax_flash._problem import Problem, Shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """A problem, its sizes and a GPU; sizes that jax.export left open are typical ones."""
+class Facts(Meaning):
+    """A call on a GPU; sizes that jax.export left open are typical ones."""
 
-    problem: Problem
-    shapes: Shapes
     gpu: GpuSpec
 
     # Sizes.
@@ -43,10 +41,6 @@ class Facts:
     @property
     def group(self) -> int:
         return group_size(self.shapes)
-
-    @property
-    def widest(self) -> int:
-        return max(self.shapes.head_dim, self.shapes.value_dim)
 
     @property
     def is_square_128(self) -> bool:
@@ -79,29 +73,6 @@ class Facts:
         return self.bytes_of_bias == 2 and is_plane(self.shapes)
 
     # What is between scores and weights.
-
-    def has(self, *terms: str) -> bool:
-        return any(term in self.problem.terms for term in terms)
-
-    def has_only(self, *terms: str) -> bool:
-        """Tells whether there is no other term than these, if any."""
-        return {*terms}.issuperset(self.problem.terms)
-
-    @property
-    def is_mapped(self) -> bool:
-        return self.problem.score is not None
-
-    @property
-    def is_capped(self) -> bool:
-        return self.problem.softcap is not None
-
-    @property
-    def has_left(self) -> bool:
-        return self.problem.window[0] is not None
-
-    @property
-    def has_right(self) -> bool:
-        return self.problem.window[1] is not None
 
     @property
     def is_plain(self) -> bool:

@@ -6,11 +6,11 @@ A kernel reads the flag `lists_words` as kListsWords. Read next: cuda/kernels/sm
 import dataclasses
 
 from jax_flash._gpu.constants import problem_constants
+from jax_flash._gpu.meaning import Meaning
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.traits import (
     adds_to_scores,
-    hides_sides,
     is_block_mask,
     leaves_gaps,
     shows_whole_tiles,
@@ -20,7 +20,7 @@ from jax_flash._problem import Problem, Shapes
 
 def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -> dict[str, Number]:
     """Returns the constants that the kernel is compiled with, by name."""
-    schedule = ForwardSchedule(tiling, problem, shapes)
+    schedule = ForwardSchedule(problem, shapes, tiling)
     producer_registers, consumer_registers = tiling.registers
     of_copies = {"kCopiesFloat8": tiling.copied == "float8_e4m3fn"} if tiling.copied else {}
     return {
@@ -68,12 +68,10 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardSchedule:
+class ForwardSchedule(Meaning):
     """What the kernel does for a problem by a tiling; bytes are what ptxas would spill."""
 
     tiling: ForwardTiling
-    problem: Problem
-    shapes: Shapes
 
     def flags(self) -> dict[str, Number]:
         """Returns all that the kernel reads, by name."""
@@ -112,21 +110,6 @@ class ForwardSchedule:
             "kHoldsDraws": self.holds_draws,
         }
 
-    def _has(self, *terms: str) -> bool:
-        return any(term in self.problem.terms for term in terms)
-
-    @property
-    def _has_left(self) -> bool:
-        return hides_sides(self.problem)[0]
-
-    @property
-    def _is_mapped(self) -> bool:
-        return self.problem.score is not None
-
-    @property
-    def _is_capped(self) -> bool:
-        return self.problem.softcap is not None
-
     @property
     def _value_columns(self) -> int:
         return -(-self.tiling.value_dim // 16) * 16
@@ -156,12 +139,12 @@ class ForwardSchedule:
     @property
     def lists_whole(self) -> bool:
         """It tells of each which warpgroups' rows see all of it by mask and positions."""
-        return self.problem.masked or self._has("query_positions")
+        return self.problem.masked or self.has("query_positions")
 
     @property
     def lists_words(self) -> bool:
         """A block mask alone tells it, of 1024 blocks at once, a word of 32 a lane."""
-        others = self._has("query_positions", "query_segments")
+        others = self.has("query_positions", "query_segments")
         return is_block_mask(self.shapes) and self.tiling.tma_loads and not others
 
     @property
@@ -181,12 +164,12 @@ class ForwardSchedule:
         With segments all walk what any of them sees. Beyond 128 columns 8 bytes, without TMA 136.
         """
         room = self.tiling.tma_loads and self.tiling.value_dim <= 128
-        return self.lists_whole and room and not self._has("query_segments")
+        return self.lists_whole and room and not self.has("query_segments")
 
     @property
     def bounded_begin(self) -> bool:
         """A warpgroup's blocks may begin after the first one of its unit."""
-        return self._has_left or self.lists_blocks
+        return self.hides_left or self.lists_blocks
 
     @property
     def begins_near(self) -> bool:
@@ -196,7 +179,7 @@ class ForwardSchedule:
         from the last block, maxima would rise block by block.
         """
         bends = self.problem.lines is not None and self.problem.lines.bend
-        cut = self.lists_blocks or any(hides_sides(self.problem))
+        cut = self.lists_blocks or self.hides_any
         return bends and self.takes_line and not cut
 
     @property
@@ -205,13 +188,12 @@ class ForwardSchedule:
 
         Before parts come those that have fewer rows than others.
         """
-        causal = self.problem.window[1] is not None
-        return causal or self.shapes.block_mask is not None or self.tiling.splits
+        return self.has_right or self.shapes.block_mask is not None or self.tiling.splits
 
     @property
     def _list_is_all(self) -> bool:
         """Neither window nor lengths hide a part of what the words of a block mask show."""
-        others = any(hides_sides(self.problem)) or self._has("key_value_lengths")
+        others = self.hides_any or self.has("key_value_lengths")
         return self.lists_words and not others
 
     @property
@@ -231,7 +213,7 @@ class ForwardSchedule:
         With segments at wide heads, with positions, halves, or where weights drain, there are no
         registers for it.
         """
-        crowded = self._has("query_segments", "query_positions")
+        crowded = self.has("query_segments", "query_positions")
         return not (crowded or self.tiling.drains or self.tiling.halves or self.tiling.apart)
 
     # The order of what is loaded.
@@ -244,8 +226,8 @@ class ForwardSchedule:
         asked beside the first block, so that the answer is there when it is needed; with segments
         the next unit's plan is fetched meanwhile.
         """
-        uneven = hides_sides(self.problem)[1] or self.lists_whole or self.tiling.fades
-        return uneven and not self._has("query_segments")
+        uneven = self.hides_right or self.lists_whole or self.tiling.fades
+        return uneven and not self.has("query_segments")
 
     @property
     def queries_late(self) -> bool:
@@ -287,7 +269,7 @@ class ForwardSchedule:
         Columns of float8 have zeros there.
         """
         paged = self.tiling.page_size > 0 and self.tiling.clears_values
-        return (self._has("key_value_lengths") or paged) and not self.tiling.float8
+        return (self.has("key_value_lengths") or paged) and not self.tiling.float8
 
     # Weights.
 
@@ -298,7 +280,7 @@ class ForwardSchedule:
         Functions at head dim 64 have no registers for it: 16 bytes.
         """
         widest = max(self.tiling.head_dim, self.tiling.value_dim)
-        return not self._is_mapped or widest > 64
+        return not self.is_mapped or widest > 64
 
     @property
     def leaves_cap(self) -> bool:
@@ -306,8 +288,8 @@ class ForwardSchedule:
 
         Where nothing comes behind the cap, and scores have no scales of their own.
         """
-        alone = not (self._is_mapped or adds_to_scores(self.problem) or self.tiling.float8)
-        return self._is_capped and alone
+        alone = not (self.is_mapped or adds_to_scores(self.problem) or self.tiling.float8)
+        return self.is_capped and alone
 
     @property
     def takes_line(self) -> bool:
@@ -315,7 +297,7 @@ class ForwardSchedule:
 
         Not beside dropout at wide heads: 156 bytes.
         """
-        room = not self._has("dropout_state") or self.tiling.value_dim <= 64
+        room = not self.drops or self.tiling.value_dim <= 64
         return self.problem.lines is not None and room
 
     @property
@@ -342,7 +324,7 @@ class ForwardSchedule:
         register for that. Most blocks of a block mask need none: of it alone they are fetched where
         they are tested.
         """
-        others = self._has("query_segments", "query_positions", "bias")
+        others = self.has("query_segments", "query_positions", "bias")
         room = self.tiling.consumers == 2 or self.shapes.block_mask is None
         return self.problem.masked and not self.lists_words and not others and room
 
@@ -373,9 +355,9 @@ class ForwardSchedule:
         That is half a block before its own product starts, if its number is known. Narrow heads
         have registers for it, but not beside terms that hold some through the walk.
         """
-        loads = self._has("bias") and self.tiling.bias_bytes == 0
-        held = self._has("dropout_state", "query_lengths", "key_value_lengths")
-        held = held or self._has_left or self._is_capped or self._is_mapped
+        loads = self.has("bias") and self.tiling.bias_bytes == 0
+        held = self.has("dropout_state", "query_lengths", "key_value_lengths")
+        held = held or self.hides_left or self.is_capped or self.is_mapped
         return loads and not held and not self.lists_blocks and self._value_columns <= 64
 
     @property
@@ -386,7 +368,7 @@ class ForwardSchedule:
         blocks or loads without TMA, they come when bases have risen.
         """
         roomy = self.tiling.tma_loads and not self.lists_blocks
-        return self._has("dropout_state") and self._value_columns <= (128 if roomy else 64)
+        return self.drops and self._value_columns <= (128 if roomy else 64)
 
     @property
     def draws_by_parts(self) -> bool:
@@ -399,7 +381,7 @@ class ForwardSchedule:
 
         Where no other term takes registers: beside a function of the scores 120 bytes.
         """
-        others = self._has("query_lengths", "key_value_lengths", "sinks", "bias")
-        others = others or self._is_capped or self._is_mapped or self._has_left
+        others = self.has("query_lengths", "key_value_lengths", "sinks", "bias")
+        others = others or self.is_capped or self.is_mapped or self.hides_left
         roomy = self.tiling.tma_loads and not self.lists_blocks
         return self.draws_among and roomy and not others
