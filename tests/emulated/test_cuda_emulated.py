@@ -16,11 +16,10 @@ from jax_flash import _native
 from ..cases import BOTTOM_RIGHT, Case, dropout_words
 from ..compare import compare
 from ..conformance_cases import case_id
-from ..emulated_cases import BACKWARDS, IN_ORDER, C, H, check_orders
+from ..emulated_cases import BACKWARDS, IN_ORDER, C, check_orders
 from ..emulator import Emulator
 from ..numpy_oracle import DTYPES, dropout_keep
 from ..other_kernels import AsIfLong
-from ..poison import poisoned
 
 CASES = (
     # Tilings.
@@ -241,19 +240,6 @@ def test_three_warpgroups_at_wide_heads(case: Case, emulator: Emulator):
         compare(arguments, emulator.run(long, seed=seed, gradients=False), gradients=False)
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_poison_in_sums_of_dq(in_turns: bool, emulator: Emulator):
-    """Rows of dq that meet a NaN which they may not see are right, of all sets of heads."""
-    sizes = {"T": 192, "S": 192, "N": 2} if in_turns else {"T": 90, "S": 140, "N": 4, "batch": (4,)}
-    arguments = C("future", **sizes, H=128, causal=True, deterministic=in_turns).draw()
-    truth = arguments.truth()
-    arguments.arrays["value"][:, 70] = np.nan
-    run = arguments if in_turns else AsIfLong(arguments, "ring_sets", 8)
-    got = emulator.run(run)["dquery"]
-    assert np.isnan(got[:, 70:].astype(np.float32)).all()
-    assert np.abs(got[:, :70].astype(np.float64) - truth.dq[:, :70]).max() < 2e-2
-
-
 def test_mask_that_hides_whole_blocks(emulator: Emulator):
     arguments = C("blocks", mask="bnts", mask_density=0.9, H=128, T=300, S=500, N=1).draw()
     mask = arguments.arrays["mask"]
@@ -377,28 +363,3 @@ def test_logits_that_leave_lse_no_bits(dtype: str, emulator: Emulator):
     compare(arguments, {name: got[name] for name in ("out", "lse")}, gradients=False)
     for name in ("dquery", "dkey", "dvalue"):
         np.testing.assert_array_equal(got[name].astype(np.float32), 0.0, err_msg=name)
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poison_reaches_no_result(poison: float, emulator: Emulator):
-    """Rows that share blocks with what they may not see are computed again."""
-    cases = (
-        C("segments", T=90, S=100, segments="shuffled", kv_lengths=(70,)),
-        C("positions", T=90, S=300, positions="offset", causal=True),
-        C("lengths", T=90, S=100, H=128, N=4, K=2, q_lengths=(64,), kv_lengths=(29,), causal=True),
-    )
-    for case in cases if np.isnan(poison) else cases[:1]:  # one test finds either
-        clean = case.draw()
-        compare(clean, emulator.run(poisoned(clean, poison)))
-
-
-@pytest.mark.parametrize(("of", "largest"), [(C, 2e-2), (H, 2e-6)], ids=["bfloat16", "halves"])
-def test_poison_stays_with_those_who_see_it(of, largest: float, emulator: Emulator):
-    arguments = of("future", T=90, S=90, causal=True).draw()
-    truth = arguments.truth()
-    arguments.arrays["value"][:, 70] = np.nan
-    got = emulator.run(arguments)
-    for name, want in (("out", truth.out), ("dquery", truth.dq)):
-        assert np.isnan(got[name][:, 70:].astype(np.float32)).all()
-        before = got[name][:, :70].astype(np.float64)
-        assert np.abs(before - want[:, :70]).max() < largest
