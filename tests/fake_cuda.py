@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -88,7 +89,7 @@ class Direct:
         for old, new in self.edits:
             assert old in text
             text = text.replace(old, new, 1)
-        inputs = [jnp.zeros(x.shape, x.dtype) for x in operands]
+        inputs = [_zeros(x.shape, x.dtype) for x in operands]
         for _ in range(self.times):
             outputs = jax.block_until_ready(custom_call(*inputs, plan=text))
         return dict(zip(self.call.results, outputs, strict=False))
@@ -99,16 +100,27 @@ class Direct:
 
     def plan(self, length: int | None = None) -> _gpu.Plan:
         """The plan of the call, or of one with other lengths, by the tiling of a common one."""
-        gpu = _gpu.spec.GPUS[self.gpu]
-        heads = self.N, self.N if self.K is None else self.K
-        some = Shapes(2, 200, 200, 2, 2, self.H, self.H)
-        lengths = (self.T, self.S) if length is None else (length, length)
-        of = Shapes(self.B, *lengths, *heads, self.H, self.H)
-        changes = {"l2_heads": self.l2_heads}
-        if self.target == "backward":
-            changes["dq_row_bytes"] = self.dq_row_bytes
-        tiling = _gpu.plan(self.call, some, gpu).tiling
-        return _gpu.plan(self.call, of, gpu, dataclasses.replace(tiling, **changes))
+        names = ("target", "B", "T", "S", "N", "K", "H", "l2_heads", "dq_row_bytes", "gpu")
+        return _plan(Direct(**{name: getattr(self, name) for name in names}), length)
+
+
+@functools.cache  # most calls of a test differ by what is edited
+def _plan(direct: Direct, length: int | None) -> _gpu.Plan:
+    gpu = _gpu.spec.GPUS[direct.gpu]
+    heads = direct.N, direct.N if direct.K is None else direct.K
+    some = Shapes(2, 200, 200, 2, 2, direct.H, direct.H)
+    lengths = (direct.T, direct.S) if length is None else (length, length)
+    of = Shapes(direct.B, *lengths, *heads, direct.H, direct.H)
+    changes = {"l2_heads": direct.l2_heads}
+    if direct.target == "backward":
+        changes["dq_row_bytes"] = direct.dq_row_bytes
+    tiling = _gpu.plan(direct.call, some, gpu).tiling
+    return _gpu.plan(direct.call, of, gpu, dataclasses.replace(tiling, **changes))
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.zeros(shape, dtype)
 
 
 @dataclasses.dataclass

@@ -14,6 +14,8 @@ machine.cc calls `compile_folder`, from several threads at once.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -22,7 +24,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -184,18 +185,34 @@ def _compile(folder: Path) -> None:
     digest.update(" ".join(flags).encode())
     cache = os.environ.get("JAX_FLASH_EMULATOR_CACHE")
     kept = Path(cache, f"{digest.hexdigest()}.so") if cache else None
-    built = folder / "program.so"
-    if kept is not None and kept.exists():
-        shutil.copy(kept, built)
+    with _lock(kept):  # another process may be at it: of two workers one compiles
+        if kept is not None and kept.exists():
+            shutil.copy(kept, folder / "program.so")
+        else:
+            _build(folder, text, flags, kept)
+
+
+@contextlib.contextmanager
+def _lock(kept: Path | None) -> Iterator[None]:
+    """Holds what is to be `kept` for one thread of one process."""
+    if kept is None:
+        yield
         return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(folder: Path, text: str, flags: tuple[str, ...], kept: Path | None) -> None:
+    built = folder / "program.so"
     (folder / "program.cc").write_text(text)
     include = ["-I", str(HERE)]
     if kept is not None:
         include = ["-I", str(_precompiled(kept.parent, flags)), *include]
     _output([*flags, *include, str(folder / "program.cc"), "-lgcc", "-o", str(built)])
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        own = kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        own = kept.with_suffix(".made")
         shutil.copy(built, own)
         own.replace(kept)
 

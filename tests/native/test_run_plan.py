@@ -113,11 +113,16 @@ OF_SEVERAL = Direct("forward", times=20, devices=2, B=3)  # which may wait for e
 
 
 def spoiled() -> list[Direct]:
-    """Lists calls whose plans have a word or a line too few, or another number."""
+    """Lists calls whose plans have a word or a line too few, or another number.
+
+    Of each kind of line, its first word, three of each pass: what parses them is one for a kind.
+    """
     draw, calls = random.Random(0), []
     for target in TARGETS:
-        lines = Direct(target).plan().text.split("\nheader\n")[0].split("\n")
-        for line in draw.sample(lines, 40):
+        kinds: dict[str, list[str]] = {}
+        for line in Direct(target).plan().text.split("\nheader\n")[0].split("\n"):
+            kinds.setdefault(line.split(" ")[0], []).append(line)
+        for line in (x for lines in kinds.values() for x in draw.sample(lines, min(len(lines), 3))):
             words = line.split(" ")
             at = draw.randrange(len(words))
             other = draw.choice(("", "-1", "0", "4095", str(2**31), str(2**70), "T", "*", "?", "K"))
