@@ -1,7 +1,7 @@
 """Owns how GPUs decode: what the kernels refuse, how work is shared out, plans.
 
 `choose` is the heuristic, measured on Hopper alone (cuda/decisions.md). Read next:
-decode_tiling.py, decode_launch.py; cuda/kernels/decode_cta.cuh.
+decode_rows.py, decode_tiling.py, decode_launch.py; cuda/kernels/decode_cta.cuh.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ from jax_flash._gpu.decode_launch import (
     operands_of,
     results_of,
     same_of,
+)
+from jax_flash._gpu.decode_rows import (
+    FEW_ROWS_BY_TMA,
+    FEWEST_TOGETHER,
+    OTHERS,
+    SHORT,
+    Asked,
+    fits_tma,
+    has_tma,
+    lie_apart,
+    rows_of,
 )
 from jax_flash._gpu.decode_tiling import TEAM_WARPS, DecodeTiling
 from jax_flash._gpu.family import Family
@@ -52,15 +63,15 @@ class _Decode(Family):
             reasons += _refuse_quantized(call, dims, gpu)
         if call.latent_rows:
             reasons.append("the CUDA kernels of decoding have no packed rows of latent attention")
-        if self.tma and not _fits_tma(call, shapes):
+        if self.tma and not fits_tma(call, shapes):
             reasons.append(
                 "the CUDA kernels of decoding by TMA take rows of 16-bit elements, or of eight "
                 f"bits, of which 16 bytes are a part, not {call.cache_dtype} of {dims[0]} and "
                 f"{dims[1]}"
             )
-        elif self.tma and _lie_apart(call, shapes):
+        elif self.tma and lie_apart(call, shapes):
             reasons.append(
-                f"the CUDA kernels of decoding by TMA take pages of {_FEWEST_TOGETHER} positions "
+                f"the CUDA kernels of decoding by TMA take pages of {FEWEST_TOGETHER} positions "
                 f"or a multiple, not {shapes.page_size}"
             )
         elif dtype == "float32" and max(dims) > _MOST_SPLIT:
@@ -150,44 +161,15 @@ def _refuse_quantized(call: Any, dims: tuple[Any, Any], gpu: GpuSpec) -> list[st
     return reasons
 
 
-def _fits_tma(call: Any, shapes: Shapes) -> bool:
-    """Whether blocks may come by TMA: 16 or eight bits, rows of which 16 bytes are a part."""
-    whole = 16 if call.quantized else 8
-    dims = (shapes.head_dim, shapes.value_dim)
-    return call.problem.dtype != "float32" and not any(dim % whole for dim in dims)
-
-
-def _lie_apart(call: Any, shapes: Shapes) -> bool:
-    """Whether so few positions lie together that their blocks come faster by cp.async.
-
-    TMA takes some 60 cycles of a warp for each box, and a box has positions of one page.
-    """
-    together = math.gcd(shapes.page_size or 0, 64)
-    return call.paged and call.quantized is None and together < _FEWEST_TOGETHER
-
-
-def _has_tma(call: Any, shapes: Shapes, gpu: GpuSpec) -> bool:
-    return gpu.arch == "sm_90a" and _fits_tma(call, shapes) and not _lie_apart(call, shapes)
-
-
 _MULTIPROCESSORS = 132  # where the GPU is not known
-# Positions of a page. In pages of 1 64 rows of 4096 take 594 us by cp.async and 1284 by TMA, of 2
-# 542 and 672, of 4 494 and 391 (H100).
-_FEWEST_TOGETHER = 4
 _MOST_IN_CLUSTER = 4096  # positions of a CTA
 # One row alone has as many in 16 bits, if so many multiprocessors have a CTA: its parts are equal.
 _MOST_OF_ONE_ROW, _ENOUGH = 16384, 0.45
 # Half as many CTAs again have eight bits, whose conversions are what fewer of them wait for, and
 # pairs of few positions.
 _IN_THREES = 0.75  # of the multiprocessors
-# Half as many steps as with 64 positions, 3 % faster; in a cluster where a CTA has as many.
-_WIDE_BLOCK = 128
+# Positions of a CTA from which its blocks have 128, not 64: half as many steps, 3 % faster.
 _MANY_IN_CLUSTER = 256
-# Positions of rows between which warps wait for each other: two CTAs, one block each, take turns.
-# 256 rows of 128, 256, 512 and 1024 take 8, 3, 1 and 1 % less than by one CTA of three blocks.
-_SHORT = 1024
-# Batch rows from which two kv heads of eight bits share a CTA: one row of 128k takes 12 % longer.
-_ROWS_OF_PAIRS = 32
 # Clusters of 4 and 8 lie within a GPC, which not every multiprocessor is part of in full ones: of
 # 32 fours one had to wait for another to end, 42 us instead of 35 with as many pairs.
 _IN_LARGE_CLUSTERS = 0.9  # of the multiprocessors
@@ -200,67 +182,46 @@ _BUSY = 0.95  # of the parts there is room for, where rows are not cut
 
 
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
-    """Chooses the tiling for a call that the family does not refuse."""
-    rows = _rows(shapes)
-    cluster = _cluster(call, shapes, gpu)
-    if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
-        own = -(-shapes.kv_len // cluster)  # keys of a CTA
-        wide = make(call, shapes, gpu, cluster=cluster, block_kv=_WIDE_BLOCK)
-        tiling = make(call, shapes, gpu, cluster=cluster)
-        if own >= _MANY_IN_CLUSTER and wide.stages > wide.teams:
-            tiling = wide
-        if tiling.stages >= tiling.teams:
-            # Stages for what there is: with all of shared memory 1k keys take 2 us more.
-            blocks = max(-(-own // tiling.block_kv), tiling.teams)
-            return dataclasses.replace(tiling, stages=min(tiling.stages, blocks))
-    if call.quantized and rows <= 16 and shapes.value_dim <= 256 and _has_tma(call, shapes, gpu):
-        sizes = _sizes_of_eight_bits(call, shapes)
-        made = [make(call, shapes, gpu, heads=h, resident=x, block_kv=n) for h, x, n in sizes]
-        return next((x for x in made if x.stages >= 3), made[-1])
-    if rows <= 16 and shapes.value_dim <= 256 and not call.paged and _has_tma(call, shapes, gpu):
-        short = make(call, shapes, gpu, resident=2, block_kv=_WIDE_BLOCK)
-        is_narrow = max(shapes.head_dim, shapes.value_dim) <= 128
-        if is_narrow and known(shapes.kv_len, _SHORT + 1) <= _SHORT and short.stages >= 1:
-            return short
-        wide = make(call, shapes, gpu, block_kv=_WIDE_BLOCK)
-        if wide.stages >= 3:
-            return wide
-    # float32 in parts asks more of the warps: two CTAs have twice as many.
-    is_whole = call.problem.dtype != "float32"
-    most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
-    # Elsewhere than on Hopper two CTAs of more than 16 rows have too few registers for all terms.
-    tilings = [
-        make(call, shapes, gpu, row_tiles=row_tiles, resident=resident)
-        for row_tiles in (4, 2, 1)
-        # Pages want two warps that load; a row alone is merged from half as many parts by one.
-        for resident in ((1, 2) if row_tiles == 1 and not call.paged and is_whole else (2, 1))
-        if row_tiles <= most
-        and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
-        and (not shapes.scales_of_pages or 1 in (row_tiles, resident))
-        # As for registers, too.
-        and (is_whole or shapes.value_dim <= 128 or resident == 1)
-        and (is_whole or shapes.value_dim <= 128 or gpu.arch == "sm_90a" or row_tiles < 4)
-    ]
-    # While a block is multiplied others have to be on their way.
-    return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
+    """Chooses the tiling for a call that the family does not refuse.
 
-
-def _sizes_of_eight_bits(call: Any, shapes: Shapes) -> list[tuple[int, int, int]]:
-    """Lists heads of a CTA, CTAs of a multiprocessor and positions of a block, the fastest first.
-
-    A block of as many bytes has twice the products of 16 bits. More CTAs help only where a block is
-    small or comes in many boxes. Two heads are 256 bytes side by side, not 128.
+    In a cluster where one pays; else by the first row of the tables that holds and has room for its
+    stages; else of the second table what has most.
     """
-    if shapes.value_dim > 128:  # two have too few registers
-        return [(1, 1, _WIDE_BLOCK), (1, 1, 64)]
-    if max(shapes.head_dim, shapes.value_dim) <= 64 or shapes.scales_of_pages:
-        return [(1, 2, _WIDE_BLOCK), (1, 2, 64)]
-    has_pairs = known(shapes.kv_heads, 1) % 2 == 0 and known(shapes.batch, 1) >= _ROWS_OF_PAIRS
-    if has_pairs and shapes.head_dim <= 128:  # two stages of wider ones have no room
-        return [(2, 2, 64)]
-    if call.paged and (shapes.page_size or 0) % 64:
-        return [(1, 3, 64), (1, 2, 64)]
-    return [(1, 1, _WIDE_BLOCK), (1, 2, 64)]
+    asked = Asked(call, shapes, gpu)
+    if (tiling := _in_cluster(asked)) is not None:
+        return tiling
+    for row in FEW_ROWS_BY_TMA:
+        if row.holds(asked):
+            tiling = make(call, shapes, gpu, **row.sizes)
+            if tiling.stages >= row.stages:
+                return tiling
+    made = []
+    for row in OTHERS:
+        if row.holds(asked):
+            made.append(make(call, shapes, gpu, **row.sizes))
+            if made[-1].stages >= row.stages:
+                return made[-1]
+    return max(made, key=lambda x: x.stages)
+
+
+def _in_cluster(asked: Asked) -> DecodeTiling | None:
+    """Chooses the tiling of CTAs that share a row's keys, if any.
+
+    Stages for what there is: with all of shared memory 1k keys take 2 us more.
+    """
+    call, shapes, gpu = asked.call, asked.shapes, asked.gpu
+    cluster = _cluster(call, shapes, gpu)
+    if cluster == 1 or asked.rows > 16 or shapes.value_dim > 256:
+        return None
+    own = -(-shapes.kv_len // cluster)  # keys of a CTA
+    tiling = make(call, shapes, gpu, cluster=cluster)
+    if own >= _MANY_IN_CLUSTER:
+        wide = make(call, shapes, gpu, cluster=cluster, block_kv=128)
+        tiling = wide if wide.stages > wide.teams else tiling
+    if tiling.stages < tiling.teams:
+        return None
+    blocks = max(-(-own // tiling.block_kv), tiling.teams)
+    return dataclasses.replace(tiling, stages=min(tiling.stages, blocks))
 
 
 def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
@@ -271,7 +232,7 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     have to have a CTA.
     """
     sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)
-    if not _has_tma(call, shapes, gpu):
+    if not has_tma(call, shapes, gpu):
         return 1
     if not all(isinstance(size, int) for size in sizes):
         return 1
@@ -285,7 +246,7 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     if shapes.kv_len > cluster * reach:
         return 1
     more = cluster + cluster // 2
-    gains = cluster == 2 if shapes.kv_len <= _SHORT else bool(call.quantized)
+    gains = cluster == 2 if shapes.kv_len <= SHORT else bool(call.quantized)
     return more if gains and cluster in (2, 4) and more * units <= _IN_THREES * sms else cluster
 
 
@@ -315,7 +276,7 @@ def make(
             # As many bytes; a warp has 16 keys at most, or with wide values it spills.
             block_kv = 16 if heads * row_tiles == 4 else block_kv // 2
     size = shapes.page_size if call.paged else None
-    shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
+    shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-rows_of(shapes) // (16 * row_tiles))
     # Where jax.export left T open there is a CTA for each row group of all T.
     least = 1 if isinstance(shapes.q_len, int) else _MOST_QUERIES
     teams = teams or _teams(call, shapes, cluster)
@@ -353,9 +314,9 @@ def _box_rows(call: Any, shapes: Shapes, gpu: GpuSpec, block_kv: int) -> int:
     Pages of 64 and 128 gain 0 and 1 %, eight bits 0 to 1 %, but new keys of int8 spill 8 bytes; one
     row of 1k takes 1 % longer by small boxes. More query rows were not timed.
     """
-    is_plain = not (call.paged or call.quantized) and _rows(shapes) <= 16
-    is_long = known(shapes.kv_len, _SHORT + 1) > _SHORT
-    if not (is_plain and is_long and _has_tma(call, shapes, gpu)):
+    is_plain = not (call.paged or call.quantized) and rows_of(shapes) <= 16
+    is_long = known(shapes.kv_len, SHORT + 1) > SHORT
+    if not (is_plain and is_long and has_tma(call, shapes, gpu)):
         return block_kv
     return min(block_kv, _BOX_ROWS)
 
@@ -395,9 +356,3 @@ def _new_tokens(call: Any, shapes: Shapes, cluster: int, teams: int) -> int:
     kinds = 1 if call.value_dim is not None else 2
     fits = shapes.q_len * kinds <= TEAM_WARPS * teams
     return shapes.q_len if fits else 0
-
-
-def _rows(shapes: Shapes) -> int:
-    """Counts the query rows of a kv head; one where there are no heads."""
-    group = shapes.q_heads // max(shapes.kv_heads, 1)
-    return max(known(shapes.q_len, 1) * known(group, 1), 1)
