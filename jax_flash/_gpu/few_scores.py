@@ -400,7 +400,7 @@ def _bias_of_one_head(few: _Few) -> bool:
     if not few.adds_bias_of_rows or few.is_mapped or not few.has_only(*_TIMED):
         return False
     wide = shapes.kv_heads == 1 and shapes.q_heads <= 2 and few.widest > 128
-    rows = 150 <= shapes.batch <= 400 and 10 <= few.shortest and few.longest <= 24
+    rows = 150 <= shapes.batch <= 400 and few.shortest >= 10 and few.longest <= 24
     return wide and rows and not (few.has_left or few.has_right)
 
 
