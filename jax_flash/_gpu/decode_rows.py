@@ -156,7 +156,7 @@ def _always(asked: Asked) -> bool:
     return True
 
 
-# Up to 16 query rows. Of eight bits the last row of a kind is taken with any stages.
+# Up to 16 query rows. The last row of a kind of eight bits is taken with any stages.
 FEW_ROWS_BY_TMA = (
     _Row(_wide_bytes, 3, {"block_kv": 128}),
     _Row(_wide_bytes, 0, {"block_kv": 64}),
