@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_flash import _gpu, _simplify
+from jax_flash import _gpu, _native, _simplify
 from jax_flash._gpu import short_float32, sm90
 from jax_flash._gpu.sm90 import (
     backward,
@@ -18,6 +18,7 @@ from jax_flash._gpu.sm90 import (
     backward_units,
     forward_keys,
     forward_order,
+    forward_parts,
     forward_rows,
 )
 
@@ -86,21 +87,55 @@ class AsIfLong(_AsElsewhere):
     value: Any
 
     def _move_limits(self, patch: pytest.MonkeyPatch, chosen: list[Any]) -> None:
-        def noting(choose):
-            def noted(*call):
-                tiling = choose(*call)
-                chosen.append(getattr(tiling, self.field, None))
-                return tiling
-
-            return noted
-
         for module, name in _SHORTEST:
             patch.setattr(module, name, 1)
         patch.setattr(forward_order, "is_one_round", lambda facts: False)
         patch.setattr(forward_rows, "fills_larger_units", lambda facts: True)
         patch.setattr(forward_rows, "is_round", lambda *_: False)
         for name in ("choose_forward", "choose_backward"):
-            patch.setattr(sm90, name, noting(getattr(sm90, name)))
+            patch.setattr(sm90, name, _noting(getattr(sm90, name), self.field, chosen))
+
+
+def _noting(choose: Any, field: str, chosen: list[Any]) -> Any:
+    def noted(*call):
+        tiling = choose(*call)
+        chosen.append(getattr(tiling, field, None))
+        return tiling
+
+    return noted
+
+
+@dataclasses.dataclass
+class AsInParts(_AsElsewhere):
+    """Arguments of few units whose few keys are in parts, as many keys are.
+
+    Args:
+      multiprocessors: that a plan knows, at least two for each unit.
+      there: that there are when the call runs; 0: as many.
+    """
+
+    arguments: Arguments
+    multiprocessors: int
+    there: int = 0
+    value: bool = True
+
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        before = _gpu.spec.present()
+        assert before is not None
+        _native.pretend_multiprocessors(self.there or self.multiprocessors)
+        try:
+            return super().run(backend, **options)
+        finally:
+            _native.pretend_multiprocessors(before.sms or 0)
+
+    def _move_limits(self, patch: pytest.MonkeyPatch, chosen: list[Any]) -> None:
+        before = _gpu.spec.present()
+        assert before is not None
+        gpu = dataclasses.replace(before, sms=self.multiprocessors)
+        patch.setattr(_gpu.spec, "present", lambda: gpu)
+        patch.setattr(forward_parts, "_GAIN", 0)
+        patch.setattr(forward_parts, "_LEAST", 0)
+        patch.setattr(sm90, "choose_forward", _noting(sm90.choose_forward, "splits", chosen))
 
 
 @dataclasses.dataclass

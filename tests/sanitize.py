@@ -153,6 +153,7 @@ LONG = (  # as calls of many queries and keys
 FEW = (
     C("few units", T=200, S=300, N=4, K=2, causal=True),
     C("few units 192", H=192, T=100, S=200, sinks=True, kv_lengths=(150,)),
+    C("few units in parts", T=70, S=4100, N=1, causal=True, align=BOTTOM_RIGHT),
 )
 # With as many units a multiprocessor as large batches have.
 GROUPED = (C("three warpgroups, grouped heads", H=128, T=1024, S=1024, N=8, K=2, causal=True),)

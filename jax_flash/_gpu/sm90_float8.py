@@ -15,11 +15,11 @@ from jax_flash._gpu.buffers import dims_of, operands_of, results_of
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.sm90.facts import Facts
-from jax_flash._gpu.sm90.forward_launch import PART_BLOCKS, forward_launch
+from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_order import l2_heads
+from jax_flash._gpu.sm90.forward_parts import splits_last_wave
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import multiprocessors
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import known
 from jax_flash._problem import Problem, Shapes
@@ -129,23 +129,6 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec, *, exact_sums: bool) 
         # Ids of segments take the producer's; of two warpgroups 24 are too few for scales.
         producer_registers=56 if segments and widest > 64 else 40,
     )
-
-
-def splits_last_wave(shapes: Shapes, gpu: GpuSpec, rows: int) -> bool:
-    """Tells whether units of the last wave are in parts along their keys.
-
-    By a count of blocks of keys: a unit's ends take as long as three, what joins parts as four.
-    Kernels that may have parts, and have none, took 0 to 3 % more time (H200, 2026-11-28).
-    """
-    batch, heads, queries, keys = shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len
-    if not all(isinstance(size, int) for size in (batch, heads, queries, keys)):
-        return False
-    sms, blocks = multiprocessors(gpu), -(-keys // 128)
-    waves, rest = divmod(batch * heads * -(-queries // rows), sms)
-    parts = min(sms // max(rest, 1), blocks // PART_BLOCKS)
-    whole = (waves + 1) * (blocks + 3)
-    in_parts = waves * (blocks + 3) + blocks / max(parts, 1) + 3 + 4
-    return rest > 0 and parts > 1 and in_parts < 0.97 * whole
 
 
 def is_crowded(problem: Problem) -> bool:

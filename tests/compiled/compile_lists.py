@@ -55,6 +55,12 @@ def tuned(name: str) -> Configurations:
     two = dataclasses.replace(short, batch=1, q_heads=32, kv_heads=32)
     yield "64/64 few units of 128 rows", dataclasses.replace(PLAIN, window=(None, 0)), two
     yield from few_units((64, "everything"), (128, "window"), (192, "lengths"), (256, "softcap"))
+    for dim in (64, 128):
+        of_dim = dataclasses.replace(two, q_heads=2, kv_heads=2, kv_len=4096)
+        of_dim = dataclasses.replace(of_dim, head_dim=dim, value_dim=dim)
+        problem = dataclasses.replace(PLAIN, window=(None, 0), bottom_right=dim == 128)
+        problem = problem if dim == 128 else PLAIN
+        yield f"{dim}/{dim} units in parts", problem, of_dim
     for dim in (72, 96, 128):  # three warpgroups, blocks of 112, 96 and 80 keys
         many = dataclasses.replace(SHAPES, batch=4, head_dim=dim, value_dim=dim)
         yield f"{dim}/{dim} many units", PLAIN, many

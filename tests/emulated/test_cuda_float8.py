@@ -42,8 +42,8 @@ def test_keys_of_a_column_lie_as_weights_do(emulator: Emulator):
 
 
 def test_parts_of_a_unit_count_by_their_sums(emulator: Emulator):
-    sources, file = _native.kernel_sources(), "sm90/forward_parts.cuh"
-    weight = "ptx::exp2_approx((p.part_lse[from] - base) * kLog2E)"
+    sources, file = _native.kernel_sources(), "sm90/forward_join.cuh"
+    weight = "ptx::exp2_approx((own_lse - base) * kLog2E)"
     assert weight in sources[file]
     sources[file] = sources[file].replace(weight, "1.0f")
     call = CALLS["parts, 64"]

@@ -290,6 +290,7 @@ DERIVED = {
     "kLoad": "elements of a tile of the mask that a thread loads",
     "kCount": "rows of a tile that a thread loads at once",
     "kAtOnce": "elements of a row of dq that are added at once",
+    "kPartsAlone": "of which type the main kernel's results are",
     "kLanesTogether": "of float8, ptxas is told that a warp's lanes walk together",
     "kLeavesFactor": "a row's factor of scores is the exponential's",
     "kPart": "columns between two calls of what goes beside exponentials",

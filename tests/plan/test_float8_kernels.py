@@ -10,7 +10,8 @@ import pytest
 import jax_flash
 from jax_flash import _backends, _gpu
 from jax_flash._float8 import DTYPE
-from jax_flash._gpu.sm90_float8 import choose, splits_last_wave
+from jax_flash._gpu.sm90.forward_parts import splits_last_wave
+from jax_flash._gpu.sm90_float8 import choose
 from jax_flash._ops.float8 import Float8
 from jax_flash._problem import Problem, Shapes
 

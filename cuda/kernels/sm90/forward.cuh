@@ -24,7 +24,8 @@
 //   bool kBatchesTogether     units of a head follow each other through the batch rows
 //   bool kDynamic             units from an atomic counter, else static
 //   int kTeams                of a producer and its consumers, with units of their own
-//   bool kSplits              units of the last wave are in parts (forward_parts.cuh)
+//   bool kSplits              units, of float8 those of the last wave, are in parts along their
+//                             keys (forward_parts.cuh)
 //   bool kFades               blocks that a falling line hides are left out (forward_fading.cuh)
 //   int kCutDocuments         queries of a document from which on units begin where it does, with
 //                             segments (forward_documents.cuh); 0: they do not

@@ -106,14 +106,19 @@ __device__ __forceinline__ int in_schedule(int number) {
 
 inline constexpr int kNoUnit = -1;  // in the place of a batch row: the schedule is at its end
 
-// With kSplits numbers from p.first_split on are of parts: p.split_parts of each unit that the last
-// wave would have whole, which have a part of its keys each (forward_parts.cuh). A template: other
-// programs have no such parameters.
+// With kSplits numbers from p.first_split on are of parts: p.split_parts of each unit, of float8 of
+// those that the last wave would have whole, which have a part of its keys each
+// (forward_parts.cuh). A template: other programs have no such parameters.
 template <class Params>
 __device__ __forceinline__ int part_at(const Params& p, int number) {
   if constexpr (kSplits) return in_schedule(number) - p.first_split;
   return -1;
 }
+
+// What the main kernel stores: float32 where it stores parts alone, which are rounded once joined.
+inline constexpr bool kPartsAlone = kSplits && !kFloat8;
+using StoredElement =
+    ElementType<kBFloat16 && !kPartsAlone, kFloat32 || kCarried || kPartsAlone>::Type;
 
 // Which unit a number of the schedule stands for.
 struct UnitIndex {

@@ -89,7 +89,7 @@ struct UnitResults : Warpgroup {
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
 
-      OutputRow<ResultElement> result;
+      OutputRow<StoredElement> result;
       const uint32 flaw = result.take(output, row, factor);
       const bool stored = query < end_of_rows(t);
       const bool counts = stored && !empty;
@@ -104,7 +104,7 @@ struct UnitResults : Warpgroup {
         nonfinite |= (overflows & kQuads) << (row + 2);
       }
       if (!stored) continue;
-      ResultElement::Bits* out = out_of(t, query, head);
+      StoredElement::Bits* out = out_of(t, query, head);
       const int c = lane() % 4;
       result.store(out, c, empty, output, row, factor);
       if (c == 0) lse_of(t, query, head) = empty ? empty_lse(t, head) : lse;
@@ -124,8 +124,8 @@ struct UnitResults : Warpgroup {
     return kNegativeInfinity;
   }
   // Zeros by the four threads of a quad, NaN of a wrong request.
-  __device__ __forceinline__ void store_zeros(const UnitInfo& t, ResultElement::Bits* out) const {
-    using Piece = PieceOf<ResultElement>;
+  __device__ __forceinline__ void store_zeros(const UnitInfo& t, StoredElement::Bits* out) const {
+    using Piece = PieceOf<StoredElement>;
     typename Piece::Type piece{};
     if constexpr (kFromPages) {
       if (t.kv_length < 0) piece = Piece::filled(kNan);
@@ -135,33 +135,37 @@ struct UnitResults : Warpgroup {
     }
   }
   // The first element of a row of the result.
-  __device__ __forceinline__ ResultElement::Bits* out_of(const UnitInfo& t, int query,
+  __device__ __forceinline__ StoredElement::Bits* out_of(const UnitInfo& t, int query,
                                                          int head) const {
     if constexpr (kSplits) {
-      if (auto* rows = part_rows(p, t)) return rows + (query - t.first_row) * kValueDim;
+      auto* rows = part_rows(p, t);
+      if (kPartsAlone || rows) return rows + row_of_part(t, query, head) * kValueDim;
     }
-    return static_cast<ResultElement::Bits*>(p.out) +
+    return static_cast<StoredElement::Bits*>(p.out) +
            query_row(p, t.batch, query, head) * kValueDim;
   }
   __device__ __forceinline__ float& lse_of(const UnitInfo& t, int query, int head) const {
     if constexpr (kSplits) {
-      if (float* rows = part_lse(p, t)) return rows[query - t.first_row];
+      if (float* rows = part_lse(p, t)) return rows[row_of_part(t, query, head)];
     }
     return p.lse[lse_row(p, t.batch, query, head)];
   }
+  static __device__ __forceinline__ int row_of_part(const UnitInfo& t, int query, int head) {
+    return query * kPackedHeads + head % kPackedHeads - t.first_row;
+  }
   // Where the results of a part lie; null: the unit is whole.
   template <class Params>
-  static __device__ __forceinline__ ResultElement::Bits* part_rows(const Params& p,
+  static __device__ __forceinline__ StoredElement::Bits* part_rows(const Params& p,
                                                                    const UnitInfo& t) {
     const int part = part_at(p, t.number);
-    if (part < 0) return nullptr;
-    return static_cast<ResultElement::Bits*>(p.parts) +
+    if (!kPartsAlone && part < 0) return nullptr;
+    return static_cast<StoredElement::Bits*>(p.parts) +
            static_cast<int64>(part) * (kUnitRows * kValueDim);
   }
   template <class Params>
   static __device__ __forceinline__ float* part_lse(const Params& p, const UnitInfo& t) {
     const int part = part_at(p, t.number);
-    return part < 0 ? nullptr : p.part_lse + part * kUnitRows;
+    return !kPartsAlone && part < 0 ? nullptr : p.part_lse + part * kUnitRows;
   }
   // Leaves rows of the warp, a bit each, to flash_forward_exact. The producer's warpgroup has no
   // mark. With kTails flash_forward_merge looks at results.

@@ -1,8 +1,7 @@
 // The kernels beside sm90_float8/forward.cuh: those of any forward pass, and one that goes ahead.
 #pragma once
 
-#include "sm90/forward_entries.cuh"
-#include "sm90/forward_parts.cuh"
+#include "sm90/forward_join.cuh"
 #include "sm90_float8/forward_operands.cuh"
 
 namespace forward {
@@ -52,10 +51,4 @@ extern "C" __global__ void __launch_bounds__(forward::kColumnThreads)
   const int64 of_head = static_cast<int64>(batch) * p.kv_heads + head;
   auto* columns = reinterpret_cast<uint32*>(p.value_columns) + of_head * kValueDim * pitch;
   write_columns<kWords, kColumnThreads>(rows, columns + block * (kBlockKV / 4), pitch);
-}
-
-// Units in parts, behind the main kernel.
-extern "C" __global__ void __launch_bounds__(forward::kJoinThreads)
-    flash_forward_join(const __grid_constant__ ForwardParams p) {
-  forward::join_parts(p);
 }

@@ -19,6 +19,7 @@ from jax_flash._gpu.sm90.forward_keys import (
     producer_registers,
 )
 from jax_flash._gpu.sm90.forward_order import batches_together, dynamic, l2_heads
+from jax_flash._gpu.sm90.forward_parts import splits_units
 from jax_flash._gpu.sm90.forward_rows import (
     CUT_DOCUMENTS,
     THREE,
@@ -54,7 +55,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
     if (of_tiles := early_tiles(problem, shapes)) is not None:
         tiling = choose_forward(problem, of_tiles, gpu)
-        return dataclasses.replace(tiling, early=True, holds_queries=False)
+        return dataclasses.replace(tiling, early=True, holds_queries=False, splits=False)
     facts = Facts(problem, shapes, gpu)
     tiling = _of_table(facts)
     if not tiling.tma_loads:
@@ -125,6 +126,7 @@ _FORWARD = (
     _row(lambda x: not x.tma_loads and x.widest <= 128, query_stages=2),
     _row(lambda x: not x.tma_loads),
     # Few units.
+    _row(splits_units, splits=True, **_OF_ONE),
     _row(lambda x: one_if_few(x) and max(x.widest, x.keys) <= 64, block_kv=64, **_OF_ONE),
     _row(one_if_few, **_OF_ONE),
     _row(one_if_uneven, dynamic=True, **_OF_ONE),

@@ -40,6 +40,7 @@ from jax_flash._gpu.sizes import (
     minimum,
     product,
 )
+from jax_flash._gpu.sm90.forward_parts import PART_BLOCKS
 from jax_flash._problem import Shapes
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ _NORM_ROWS = 64  # of a warp of row_norms
 _EXACT_THREADS = 256  # of flash_forward_exact and flash_forward_merge
 _MERGED_ROWS = 16  # of a CTA of flash_forward_merge
 _MOST_PARTS = 144  # at once: multiprocessors of the largest Hopper
-PART_BLOCKS = 4  # of a part, at least
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -304,7 +304,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 tiling.copied is not None,
             ),
             *(copies.fields(shapes, tiling.copied_pages) if tiling.copied else ()),
-            *(_float8_fields(call, shapes, tiling) if tiling.float8 else ()),
+            *(_float8_fields(call, shapes) if tiling.float8 else ()),
+            *(_part_fields(call, shapes, tiling) if tiling.splits else ()),
         ),
     )
 
@@ -326,7 +327,7 @@ def _units(tiling: ForwardTiling) -> AnySize:
 
 
 def _most_parts(tiling: ForwardTiling) -> AnySize:
-    """Counts the parts of units of the last wave, at most."""
+    """Counts the parts of units, of float8 of those of the last wave, at most."""
     blocks = ceil_div(S, tiling.block_kv) // PART_BLOCKS
     return minimum(_MOST_PARTS, product(_units(tiling), blocks))
 
@@ -335,15 +336,17 @@ def _parts(tiling: ForwardTiling) -> tuple[AnySize, AnySize]:
     """Returns the number of the first unit that is in parts, and the parts of each.
 
     All of them fit the multiprocessors at once: longer last waves would gain less than parts cost.
+    Units of 16 bits are all in parts, of one if a GPU has fewer multiprocessors than a plan knows.
     """
     units, sms = _units(tiling), minimum(SMS, _MOST_PARTS)
-    rest = units % sms
+    rest = units % sms if tiling.float8 else units
     blocks = ceil_div(S, tiling.block_kv) // PART_BLOCKS
     parts = minimum(sms // maximum(rest, 1), blocks)
-    return units - rest * at_most(2, parts), maximum(parts, 1)
+    first = units - rest * at_most(2, parts) if tiling.float8 else 0
+    return first, maximum(parts, 1)
 
 
-def _float8_fields(call: Call, shapes: Shapes, tiling: ForwardTiling) -> tuple[Field, ...]:
+def _float8_fields(call: Call, shapes: Shapes) -> tuple[Field, ...]:
     columns = Scratch("u8", (B, K, shapes.value_dim, ceil_div(S, 128) * 128))
     made = None if _has_columns(call) else columns
     return (
@@ -351,14 +354,14 @@ def _float8_fields(call: Call, shapes: Shapes, tiling: ForwardTiling) -> tuple[F
         Field("const float*", "query_scales", "q_scale", "[B, ceil(T / 64), N]"),
         Field("const float*", "key_scales", "k_scale", "[B, ceil(S / 128), K]"),
         Field("const float*", "value_scales", "v_scale", "[B, ceil(S / 128), K]"),
-        *(_part_fields(call, shapes, tiling) if tiling.splits else ()),
     )
 
 
 def _part_fields(call: Call, shapes: Shapes, tiling: ForwardTiling) -> tuple[Field, ...]:
     first, parts = _parts(tiling)
     rows = _most_parts(tiling), tiling.block_q
-    out = Scratch(name_of(call.problem.dtype), (*rows, shapes.value_dim))
+    dtype = name_of(call.problem.dtype) if tiling.float8 else "f32"
+    out = Scratch(dtype, (*rows, shapes.value_dim))
     return (
         Field("void*", "parts", out, "results of parts, [part, 64 * kConsumers, Hv], kSplits"),
         Field("float*", "part_lse", Scratch("f32", rows), "[part, 64 * kConsumers]"),

@@ -305,7 +305,7 @@ class ForwardSchedule(Meaning):
         """A thread's two rows may have bases as far apart as the line: it adds the same to both.
 
         Weights of bfloat16 may be large by far. Not by two warpgroups, whose exponentials lie under
-        each other's products: at head dim 128 it is no faster.
+        each other's products: at head dim 128 it is no faster, at 64 2.5 %.
         """
         level = self.problem.lines is not None and self.problem.lines.are_level
         large = self.problem.dtype == "bfloat16"

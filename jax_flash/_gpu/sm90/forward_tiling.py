@@ -42,7 +42,7 @@ class ForwardTiling:
     float8: bool = False  # operands are float8 with scales, and values come as columns
     product_sums: bool = False  # likewise, and a product with ones adds up the weights of rows
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
-    splits: bool = False  # units of the last wave are in parts along their keys, of float8
+    splits: bool = False  # units, of float8 the last wave's, are in parts along their keys
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
     cuts_aligned: bool = False  # also where it begins and ends with a warpgroup's rows
@@ -62,7 +62,9 @@ class ForwardTiling:
 
     @property
     def beside(self) -> str:
-        return f"{self.folder}/{'forward_copies' if self.copied else 'forward_entries'}.cuh"
+        joins = self.splits and not self.float8
+        name = "forward_copies" if self.copied else "forward_join" if joins else "forward_entries"
+        return f"{self.folder}/{name}.cuh"
 
     @property
     def folder(self) -> str:
