@@ -143,7 +143,7 @@ struct AttendOf : Attended {
         const int at = lane / 4 + row * fragment::kRowStep;
         largest = fmaxf(largest, exchange->largest[tile * kKeyParts + other][at]);
       }
-      if constexpr (kQuantized) largest += RunningMaximum::kHeadroom;
+      if constexpr (kHeadroom != 0) largest += kHeadroom;
       state.rise(row, fmaxf(largest, state.base[row]), correction[row]);
     }
     float added[2][2];

@@ -10,10 +10,9 @@
 
 namespace decode {
 
-// A running maximum of every block: memory is what decoding waits for. Weights of float16 are 2^7
-// at most: a base of 2^27, which is a multiple of 16, then still is the maximum.
+// A running maximum of every block: memory is what decoding waits for.
 struct RunningMaximum {
-  static constexpr int kHeadroom = kQuantized ? -7 : 0;
+  static constexpr int kHeadroom = decode::kHeadroom;
   static constexpr float kSumLimit = kInfinity;
 };
 

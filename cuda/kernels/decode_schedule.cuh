@@ -362,11 +362,24 @@ __device__ __forceinline__ int64 partial_row(int cta, bool is_first, int row) {
   return (static_cast<int64>(cta) * 2 + (is_first ? 0 : 1)) * kShareRows + row;
 }
 
+// A base is so far above the largest score. Weights of quantised caches, in float16, are 2^7 at
+// most: a base of 2^27, which is a multiple of 16, then still is the maximum. Sums of bfloat16, of
+// fewer than 2^30 positions, stay in range with the largest values that there are.
+inline constexpr int kHeadroom = kQuantized ? -7 : kSame<Element, BFloat16> ? 32 : 0;
+
 // What the sums of a row come to.
 struct Conclusion {
   float factor;  // of the weighted values
   float lse;     // natural logarithm
 };
+// Headroom away first, which is exact: the logarithm of 2^-32 would cost three bits.
+__device__ __forceinline__ float lse_of(float base, float total) {
+  if (kHeadroom > 0 && total < 0x1p-8f) {
+    base -= kHeadroom;
+    total *= ptx::power_of_two(kHeadroom);
+  }
+  return (base + ptx::log2_approx(total)) * kLn2;
+}
 // `total` is relative to 2^base. A row that sees nothing gives 0 and -inf, or its sink.
 __device__ __forceinline__ Conclusion conclude(const DecodeParams& p, float base, float total,
                                                int batch, int head) {
@@ -377,10 +390,10 @@ __device__ __forceinline__ Conclusion conclude(const DecodeParams& p, float base
     const float largest = fmaxf(base, sink * kLog2E);
     const float own = ptx::exp2_approx(base - largest);
     total = total * own + ptx::exp2_approx(sink * kLog2E - largest);
-    return {own * ptx::reciprocal_approx(total), (largest + ptx::log2_approx(total)) * kLn2};
+    return {own * ptx::reciprocal_approx(total), lse_of(largest, total)};
   }
   if (sees_nothing) return {0.0f, kNegativeInfinity};
-  return {ptx::reciprocal_approx(total), (base + ptx::log2_approx(total)) * kLn2};
+  return {ptx::reciprocal_approx(total), lse_of(base, total)};
 }
 
 // The first `count` of four values at a multiple of 4 in a row of kValueDim.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ..cases import BOTTOM_RIGHT, Case
@@ -35,3 +36,15 @@ def test_float32(emulator: Emulator):
              precision="high")  # fmt: skip
     arguments = case.draw()
     compare_parts(arguments, emulator.run(arguments, gradients=False), gradients=False)
+
+
+@pytest.mark.parametrize(("N", "lengths"), [(2, (300, 1)), (12, (300,))])
+def test_sums_of_the_largest_values_stay_in_range(N, lengths, emulator: Emulator):
+    """As those of the forward kernels do: weights of bfloat16 are 2^-32 at most."""
+    rows = (len(lengths),)
+    arguments = C("largest", T=1, N=N, K=1, batch=rows, S=300, kv_lengths=lengths).draw()
+    value = arguments.arrays["value"]
+    arguments.arrays["value"] = np.full_like(value, 3e38)
+    got = emulator.run(arguments, gradients=False)
+    np.testing.assert_allclose(got["out"].astype(np.float32), 3e38, rtol=2**-7)
+    np.testing.assert_allclose(got["lse"], arguments.truth(gradients=False).lse, atol=1e-5)
