@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash import _chosen
+from jax_flash import _chosen, _platform
 from jax_flash._problem import Problem
 from jax_flash._products import product, product_of_pairs
 from jax_flash._seen import not_finite
@@ -152,6 +152,10 @@ def backward(
     dlse = rest.pop(0) if with_dlse else None
     if "indices" in problem.terms:
         return _chosen.backward(problem, q, k, v, out, lse, dout, dlse, *rest)
+    if not _platform.is_gpu():
+        # The gradient of a sum is a constant, whose products, summed along a batch dim as those of
+        # members that share values, XLA's CPU backend computes wrongly (jaxlib 0.11.2).
+        dout = lax.optimization_barrier(dout)
     sweep = Sweep.of(problem, q, k, v, *rest)
     delta, dout_marks = (  # two sums along the same rows, which XLA makes in one go
         sweep.split_query_heads(x[..., None])[..., 0]

@@ -272,3 +272,17 @@ def test_second_derivatives(over_reverse, backend):
         return jax.jit(jax.grad(lambda k: jnp.vdot(jax.grad(loss)(k), direction)))
 
     close(way(members)(arrays["key"]), way(rows)(arrays["key"]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_gradient_of_a_plain_sum(length, host_backend):
+    """Its cotangent is a constant, which XLA may join with the sum over the members."""
+    q, k, v = normal(0, 3, 2, length, 4, 64), normal(1, 2, 130, 2, 64), normal(2, 2, 130, 2, 64)
+
+    def total(q, k, v):
+        attend = functools.partial(jax_flash.flash_attention, key=k, value=v, backend=host_backend)
+        return jnp.sum(jax.vmap(attend)(q))
+
+    dv = jax.jit(jax.grad(total, 2))(q, k, v)
+    # Each key's weights, of all queries that read it: as many as there are, in each column.
+    close(jnp.sum(dv, 1), jnp.full((2, 2, 64), 6.0 * length))
