@@ -276,7 +276,7 @@ def run_cell(
 def training_step(config: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
     """Traces a step of the example's GPT over a mesh; returns what is to be compiled, state, model.
 
-    Of state and model there are the shapes alone.
+    State and model are shapes alone.
     """
     split = training().Split(mesh) if mesh.size > 1 else None
     attend = flash_attention if split is None else split.attend

@@ -187,7 +187,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     In a cluster where one pays; else by the first row of the tables that holds and has room for its
     stages; else of the second table what has most.
     """
-    asked = Asked(call, shapes, gpu)
+    asked = Asked(call.problem, shapes, call, gpu)
     if (tiling := _in_cluster(asked)) is not None:
         return tiling
     for row in FEW_ROWS_BY_TMA:

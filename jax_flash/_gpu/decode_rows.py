@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jax_flash._gpu.meaning import Meaning
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import known
 from jax_flash._problem import Shapes
@@ -51,11 +52,10 @@ def rows_of(shapes: Shapes) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Asked(Meaning):
     """What the rows ask of a call."""
 
     call: Any
-    shapes: Shapes
     gpu: GpuSpec
 
     @property
@@ -63,13 +63,9 @@ class Asked:
         return rows_of(self.shapes)
 
     @property
-    def widest(self) -> int:
-        return max(self.shapes.head_dim, self.shapes.value_dim)
-
-    @property
     def is_whole(self) -> bool:
         """Not float32 in parts, which asks more of the warps: two CTAs have twice as many."""
-        return self.call.problem.dtype != "float32"
+        return self.problem.dtype != "float32"
 
     @property
     def is_by_tma(self) -> bool:

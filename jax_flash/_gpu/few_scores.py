@@ -101,10 +101,14 @@ class _Few(Meaning):
         return self.has_only(*_TIMED) and not (self.is_capped or self.is_mapped)
 
     @property
+    def is_windowed(self) -> bool:
+        """Causality too."""
+        return self.has_left or self.has_right
+
+    @property
     def is_plain(self) -> bool:
         """Nothing, and no window either."""
-        bare = not self.problem.terms and not (self.is_capped or self.is_mapped)
-        return bare and self.problem.window == (None, None)
+        return not (self.problem.terms or self.is_capped or self.is_mapped or self.is_windowed)
 
     @property
     def adds_bias_of_rows(self) -> bool:
@@ -176,8 +180,7 @@ def _float32_copies(few: _Few) -> bool:
         return False
     if not carrier.takes(few.problem) or few.shortest <= 4 or few.is_mapped:
         return False
-    windowed = few.has_left or few.has_right
-    least_elements, least_filled = (1_500_000, 20) if windowed else (1_800_000, 64)
+    least_elements, least_filled = (1_500_000, 20) if few.is_windowed else (1_800_000, 64)
     rows = shapes.batch * min(shapes.q_len * shapes.q_heads, shapes.kv_len * shapes.kv_heads)
     if rows * min(shapes.head_dim, shapes.value_dim) < least_elements:
         return False
@@ -217,7 +220,7 @@ def _one_key(few: _Few) -> bool:
 def _few_keys(few: _Few) -> bool:
     """Up to 4 keys.
 
-    Of up to 12 queries, with gradients in brackets: 512 x 4, 12 heads of 64, a mask 15 to 12 (40 to
+    Up to 12 queries, with gradients in brackets: 512 x 4, 12 heads of 64, a mask 15 to 12 (40 to
     26); 12/4 heads 27 to 17 (53 to 31); 128 x 6 x 3, 8 of 128 11 to 7 (32 to 15). More queries, of
     few multiplications: 28 x 512 x 2, one of 112, a mask 11 to 10 (47 to 20); 103 x 12 x 3, 24 of
     128, a mask 58 to 18 (171 to 40); but 512 x 16 x 4 26 to 32, 6 x 1024 x 2, 40 of 96 51 to 98.
@@ -238,15 +241,14 @@ def _forward_alone(few: _Few) -> bool:
     """
     if few.is_backward or few.has("bias") or not few.is_sparing:
         return False
-    windowed = few.has_left or few.has_right
-    return few.longest <= 128 and few.multiplications <= (1 << 19 if windowed else 1 << 20)
+    return few.longest <= 128 and few.multiplications <= (1 << 19 if few.is_windowed else 1 << 20)
 
 
 def _few_multiplications(few: _Few) -> bool:
     """Few queries or keys of up to 2^21 multiplications.
 
-    Of short rows of heads that share keys, whose units are the emptiest, 3 x 2^20, with gradients
-    in brackets: 604 x 4, 4/2 heads of 64 13 to 11 (50 to 22); 1578 x 5, 4/2 of 16 20 to 15 (45 to
+    Short rows of heads that share keys, whose units are the emptiest, 3 x 2^20, with gradients in
+    brackets: 604 x 4, 4/2 heads of 64 13 to 11 (50 to 22); 1578 x 5, 4/2 of 16 20 to 15 (45 to
     34); but 922 x 5, 4/2 of 40 (2^21.8) 16 to 19 (51 to 45). Half as much where queries or keys are
     33 to 128, a block of a kernel, and neither are few: XLA's columns are long. float16, 1 x 5 x
     92, 24 of 160 (2^20.8) 8 to 11 (21 to 27); 11 x 12 x 42, 6/3 of 48 (2^20.6) 6 to 7 (20 to 41).
@@ -401,13 +403,13 @@ def _bias_of_one_head(few: _Few) -> bool:
         return False
     wide = shapes.kv_heads == 1 and shapes.q_heads <= 2 and few.widest > 128
     rows = 150 <= shapes.batch <= 400 and few.shortest >= 10 and few.longest <= 24
-    return wide and rows and not (few.has_left or few.has_right)
+    return wide and rows and not few.is_windowed
 
 
 def _keys_of_one_head(few: _Few) -> bool:
     """Up to 16 queries of 4 heads or more that share a row's keys: 0.3 to 0.8 of the time (H100).
 
-    Of up to 32 keys two heads too: 1015 x 10, 3/1 heads of 256 201 to 68. XLA copies keys and
+    Up to 32 keys two heads too: 1015 x 10, 3/1 heads of 256 201 to 68. XLA copies keys and
     values of several heads to where a head's are in a row. Units of 128 keys are two rounds of an
     H100: fewer launches take less below. Not where half of an H100 reads keys once for all heads:
     64 rows 111 us for 573 of products that are not tuned.

@@ -156,7 +156,7 @@ class Prefill(Call):
         pages = jnp.where(
             pay & (lengths > 0), -(-lengths // page) - first, 0
         )  # as copy_pages has it
-        # A page that requests have in common counts for each, but where all lie at their numbers.
+        # Shared pages count for each request, except where all pages lie at their own numbers.
         fits = copies.hold_all(shapes) | (running(jnp.sum, pages) <= copies.places(shapes))
         return (pay & fits) | (jnp.arange(lengths.shape[0]) >= rows)  # those have no pages
 

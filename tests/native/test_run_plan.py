@@ -115,7 +115,7 @@ OF_SEVERAL = Direct("forward", times=20, devices=2, B=3)  # which may wait for e
 def spoiled() -> list[Direct]:
     """Lists calls whose plans have a word or a line too few, or another number.
 
-    Of each kind of line, its first word, three of each pass: what parses them is one for a kind.
+    Three lines of each kind, which the first word tells, for each pass: one parser reads a kind.
     """
     draw, calls = random.Random(0), []
     for target in TARGETS:

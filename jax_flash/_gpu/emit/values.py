@@ -69,7 +69,7 @@ class Scalar:
 class View:
     """Elements of a captured array, not read yet: at offset + sum of index times stride.
 
-    Of one that is read along the queries or keys `along` says the place, its dim, and what the
+    Where it is read along the queries or keys, `along` says the place, its dim, and what the
     offset is without it, from where on kernels read pairs if that is `even` in every batch row.
     """
 
